@@ -8,13 +8,15 @@ process of its own. What is compared:
     speed     bytes of weights a second, everything on disk (fsync) at the end, against `shutil.copyfile` and fsync of
               the same files. The best of the repeats counts, in turns. Starting Python and importing torch, about two
               seconds, is not part of it.
+    CPU       user and system time of the process and its workers, as a multiple of copying's, which is the kernel's
+              alone.
     memory    the peak above what the process needed after its imports, and that as a part of the largest layer and the
               largest file together. "resident" is the kernel's own maximum (VmHWM), which counts pages of files that
               are mapped too; "anonymous" (RssAnon, looked at every 2 ms) does not. Nothing is mapped here, so the two
               should agree. The cache of the file system is not counted.
 
-Required: at most 1.3 of the memory, at least 0.5 of the speed. Four times the size of the model must be free in
-`--directory`; all of it is deleted at the end.
+Required: at most 1.3 of the memory, at least 0.5 of the speed; of CPU time, at most 2 is the goal. Four times the size
+of the model must be free in `--directory`; all of it is deleted at the end.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def run(directory: Path, gib: float, repeats: int) -> dict[str, Any]:
             shutil.rmtree(second, ignore_errors=True)
             found = child(name, workers, first, second)
             known = best.setdefault((name, workers), found)
-            for key in ("seconds", "resident", "anonymous"):
-                known[key] = (min if key == "seconds" else max)(known[key], found[key])
+            for key in ("seconds", "cpu_seconds", "resident", "anonymous"):
+                known[key] = (min if key.endswith("seconds") else max)(known[key], found[key])
             if name == "copy":
                 shutil.rmtree(copy)
         shutil.rmtree(td)
@@ -101,6 +103,7 @@ def run(directory: Path, gib: float, repeats: int) -> dict[str, Any]:
             continue
         row = {"name": name, "workers": workers, "speed": sizes["total"] / found["seconds"], **found}
         row["of_copying"] = row["speed"] / speed
+        row["cpu_of_copying"] = row["cpu_seconds"] / best["copy", 1]["cpu_seconds"]
         row["memory"] = max(found["resident"], found["anonymous"]) / allowed
         # Workers have memory of their own, and a time to start that is not the conversion's.
         row["passes"] = workers > 1 or (row["of_copying"] >= MIN_SPEED and row["memory"] <= MAX_MEMORY)
@@ -165,16 +168,22 @@ def measure(name: str, workers: str, source: str, target: str) -> dict[str, floa
 
     thread = threading.Thread(target=look)
     thread.start()
-    start = time.monotonic()
+    start, used = time.monotonic(), cpu_seconds()
     work()
-    seconds = time.monotonic() - start
+    seconds, used = time.monotonic() - start, cpu_seconds() - used
     ended.set()
     thread.join()
     return {
         "seconds": seconds,
+        "cpu_seconds": used,
         "resident": status("VmHWM") - before["VmRSS"],
         "anonymous": peak - before["RssAnon"],
     }
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def job(name: str, workers: int, source: Path, target: Path) -> Callable[[], object]:
@@ -213,15 +222,15 @@ def table(result: dict[str, Any]) -> str:
         f"the largest layer {sizes['layer']:,.0f} MiB",
         f"copying: {result['copying'] / 2**20:,.0f} MiB/s",
         "",
-        f"{'':18} {'workers':>7} {'MiB/s':>7} {'of copying':>10} {'resident':>9} {'anonymous':>9} "
+        f"{'':18} {'workers':>7} {'MiB/s':>7} {'of copying':>10} {'CPU':>5} {'resident':>9} {'anonymous':>9} "
         f"{'of layer + file':>15}",
     ]
     for row in result["conversions"]:
         memory = "-" if row["workers"] > 1 else f"{row['memory']:.2f}"
+        peaks = f"{row['resident'] / 2**20:9,.0f} {row['anonymous'] / 2**20:9,.0f} {memory:>15}"
         lines.append(
             f"{row['name']:18} {row['workers']:7} {row['speed'] / 2**20:7,.0f} {row['of_copying']:10.2f} "
-            f"{row['resident'] / 2**20:9,.0f} {row['anonymous'] / 2**20:9,.0f} {memory:>15}"
-            + ("" if row["passes"] else "   too much or too slow")
+            f"{row['cpu_of_copying']:5.2f} {peaks}" + ("" if row["passes"] else "   too much or too slow")
         )
     return "\n".join(lines)
 

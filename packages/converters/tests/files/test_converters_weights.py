@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from slime.converters.cli import main
 from slime.converters.files.safetensors_dir import INDEX, SafetensorsDir, read_header, write
+from slime.converters.files.scratch import Scratch
 from slime.converters.inspection.summary import summarize
 from slime.converters.inspection.verify import compare
 from slime.types.errors import InvalidFile, MissingFile, NotFound
@@ -171,3 +174,17 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+TENSORS = st.tuples(st.integers(0, 5), st.integers(1, 7), st.sampled_from([torch.bfloat16, torch.float32, torch.int64]))
+
+
+@given(st.lists(TENSORS))
+def test_memory_that_is_used_again_gives_tensors_of_their_own_size(shapes: list[tuple[int, int, torch.dtype]]) -> None:
+    scratch = Scratch()
+    for number, (rows, columns, dtype) in enumerate(shapes):
+        tensor = scratch.tensor((rows, columns), dtype)
+        # torch.save writes the whole storage.
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes == rows * columns * dtype.itemsize
+        tensor.fill_(number)
+        assert tensor.shape == (rows, columns) and (tensor == number).all()

@@ -6,6 +6,7 @@ DeepSeek's fp8 checkpoints keep `NAME.weight` in float8 and, for every block of 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -139,12 +140,13 @@ class HfSource:
         self.read(name, rectangles.whole(shape), out)
         return out
 
-    def load_rows(self, parameter: Parameter, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Reads rows of a whole Megatron parameter; zeros where no Hugging Face tensor has a part of them."""
-        out = torch.zeros(rows.stop - rows.start, *parameter.shape[1:], dtype=dtype)
-        for piece in parameter.slices_of_rows(rows):
+    def read_rows(self, parameter: Parameter, rows: slice, out: torch.Tensor) -> None:
+        """Reads rows of a whole Megatron parameter into `out`; zeros where no Hugging Face tensor has a part."""
+        slices = list(parameter.slices_of_rows(rows))
+        if sum(math.prod(part.stop - part.start for part in piece.index) for piece in slices) < out.numel():
+            out.zero_()
+        for piece in slices:
             self.read(piece.hf_name, piece.hf_index, out[piece.index])
-        return out
 
     def _read_float8(self, name: str, stored: Stored, index: Index, out: torch.Tensor) -> None:
         """Converts one row of blocks after the other, so that only one of them is in memory as float32."""

@@ -24,6 +24,7 @@ from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
 from slime.converters.files.dtypes import NAMES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, fingerprint
+from slime.converters.files.scratch import Scratch
 from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import check_model_args, model_args, padded_vocab_size, read_model_config
 from slime.converters.megatron.rank_layout import check_model_split, check_parameters
@@ -242,15 +243,15 @@ def write_chunks(job: ImportJob) -> list[WrittenChunk]:
     source = HfSource(model.path, model.config)
     layout = Layout.of(model.args)
     parameters = model.parameters()
+    scratch = Scratch()
     with ChunkFile(Path(job.directory), job.number) as file:
         for number in job.parameters:
             parameter, dtype = parameters[number], job.dtypes[number]
             place, aliases = layout.place(parameter.name), layout.aliases(parameter.name)
             for rows in chunk_rows(parameter, dtype):
-                tensor = source.load_rows(parameter, rows, dtype)
+                tensor = scratch.tensor((rows.stop - rows.start, *parameter.shape[1:]), dtype)
+                source.read_rows(parameter, rows, tensor)
                 file.add(place, parameter.shape, tensor, (rows.start, *(0 for _ in parameter.shape[1:])), aliases)
-                # Frees the memory before the next piece is allocated.
-                del tensor
     source.close()
     return file.chunks
 

@@ -24,6 +24,7 @@ from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
 from slime.converters.files.rectangles import pieces
 from slime.converters.files.safetensors_dir import SHARD_BYTES, SafetensorsDir
+from slime.converters.files.scratch import Scratch
 from slime.converters.files.side_files import config_changes, copy_side_files, weight_map
 from slime.converters.megatron.args import check_model_args, read_model_config
 from slime.converters.torch_dist.directory import METADATA
@@ -258,17 +259,16 @@ def write_tensors(job: ExportJob) -> None:
     """Writes one worker's share, holding one piece of a parameter in memory at a time."""
     stored_parameters = job.export.open()
     parameters = job.export.parameters
+    scratch = Scratch()
     with HfFiles(places(Path(job.directory), job.files)) as files:
         for number in job.parameters:
             parameter = parameters[number]
             dtype = stored_parameters.find(parameter)[0].dtype
             for rows, *_ in pieces(parameter.shape, dtype):
-                data = torch.empty(rows.stop - rows.start, *parameter.shape[1:], dtype=dtype)
+                data = scratch.tensor((rows.stop - rows.start, *parameter.shape[1:]), dtype)
                 stored_parameters.read_rows(parameter, rows, data)
                 for piece in parameter.slices_of_rows(rows):
                     files.write(piece.hf_name, piece.hf_index, data[piece.index])
-                # Frees the memory before the next piece is allocated.
-                del data
     stored_parameters.checkpoint.close()
 
 
