@@ -211,7 +211,7 @@ def test_conversions_of_the_readme_round_trip(installed: CleanEnvironment, input
 
 
 def bash(script: str) -> None:
-    run("bash", "-euo", "pipefail", "-c", script, env=clean_environment(), timeout=280)
+    run("bash", "-euo", "pipefail", "-c", script, env=clean_environment(), timeout=500)
 
 
 # SlimeRunner
