@@ -228,6 +228,8 @@ def test_where_the_weights_come_from(megatron: list[str], tmp_path: Path) -> Non
         run_config.parse([*megatron, *both, "--ckpt-step", "2"])
     with pytest.raises(MissingFile, match="--initial-megatron-checkpoint"):
         run_config.parse([*megatron, "--initial-megatron-checkpoint", str(tmp_path / "none")])
+    with pytest.raises(MissingFile, match=r"none holds no checkpoint: .* continued later, give --save the same dir"):
+        run_config.parse([*megatron, "--load", str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load"])

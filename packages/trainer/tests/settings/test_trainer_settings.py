@@ -249,6 +249,7 @@ def test_settings_that_are_probably_not_meant_are_warned_about(
             {"tis_mode": "token_mask", "use_tis": True, "custom_tis_function_path": "a.b"},
             "--tis-mode token_mask", "--custom-tis-function-path",
         ),
+        ({"tis_mode": "truncate", "use_tis": True}, "--tis-mode truncate", "--custom-tis-function-path"),
     ],
 )  # fmt: skip
 def test_corrections_that_would_be_ignored_are_refused(values: dict[str, Any], first: str, second: str):

@@ -89,9 +89,10 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
                 raise error.at(flag) from None
         return path
     expected = f"{STATE_FILE} of a checkpoint, step_NNNNNN or iter_NNNNNNN of a run, or config.json of a model"
-    raise MissingFile(
-        f"{flag} {path} holds no checkpoint: expected {expected}", field=flag, value=path, expected=expected
-    )
+    message = f"{flag} {path} holds no checkpoint: expected {expected}"
+    if flag == "--load" and not directory.exists():
+        message += "; for a run that starts now and is continued later, give --save the same directory"
+    raise MissingFile(message, field=flag, value=path, expected=expected)
 
 
 def continued_step(load: str | None, start_rollout_id: int | None) -> int | None:

@@ -9,6 +9,8 @@ from slime.types.settings import setting
 
 # Kinds of weights that correct for the mismatch of engine and trainer; see `algorithms.importance`.
 TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Values of a setting of the same name that functions for --custom-tis-function-path read.
+TIS_MODES_OF_FUNCTIONS = ("truncate", "clip", "mask")
 # Where the log-probs of a teacher come from.
 OPD_TYPES = ("sglang", "trainer", "megatron")
 
@@ -113,8 +115,10 @@ class AlgorithmSettings:
     tis_mode: str = setting(
         "token_truncate",
         "Weight of --use-tis: the ratio of each token, or the product over the sample; truncated to "
-        "--tis-clip-low and --tis-clip, or 0 outside of them (token_mask is IcePop, sequence_mask is MIS)",
+        "--tis-clip-low and --tis-clip, or 0 outside of them (token_mask is IcePop, sequence_mask is MIS); with "
+        "--custom-tis-function-path also truncate, clip or mask, for a function that reads args.tis_mode",
         choices=TIS_MODES,
+        refused=TIS_MODES_OF_FUNCTIONS,
     )
     get_mismatch_metrics: bool = setting(
         False, "Report what --use-tis (or --custom-tis-function-path) would do, without changing the loss"

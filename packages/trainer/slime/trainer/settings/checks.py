@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.trainer.algorithms.estimators import constant_ratio, estimators_that, find_estimator
+from slime.trainer.settings.algorithm import TIS_MODES, TIS_MODES_OF_FUNCTIONS
 from slime.types.errors import InvalidSetting, counted
 from slime.types.setting_values import flag_name
 from slime.types.settings import spelled
@@ -196,8 +197,12 @@ def _check_losses(s: TrainerSettings) -> None:
     if s.tis_mode != type(s).tis_mode:
         if not s.use_tis and not s.get_mismatch_metrics:
             _requires(s, "tis_mode", "--use-tis or --get-mismatch-metrics")
-        if s.custom_tis_function_path:
+        of_function = s.tis_mode in TIS_MODES_OF_FUNCTIONS
+        if s.custom_tis_function_path and not of_function:
             _conflict(s, "tis_mode", "custom_tis_function_path", "both define the weight")
+        if of_function and not s.custom_tis_function_path:
+            reason = "--use-tis by itself has --tis-mode " + ", ".join(TIS_MODES)
+            _requires(s, "tis_mode", "--custom-tis-function-path", reason)
 
 
 def refuse_nuclei_without_gradient(settings: TrainerSettings) -> None:
