@@ -16,6 +16,8 @@ from torch import Tensor
 
 # With a multi-token-prediction layer; the number that mbridge insists on.
 DEEPSEEK_LAYERS = 61
+# Model types that mbridge does not know, and the one with the same names.
+SAME = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3"}
 
 
 class Oracle:
@@ -23,7 +25,7 @@ class Oracle:
 
     def __init__(self, config: dict[str, Any], hf_config: Any, tensors: dict[str, Tensor]) -> None:
         self.config, self.tensors = config, tensors
-        model_type = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+        model_type = SAME.get(config["model_type"], config["model_type"])
         self.latent = model_type == "deepseek_v3"
         cls = _MODEL_REGISTRY[model_type]
         # Its __init__ builds a configuration of Megatron's, which no conversion of weights needs.
@@ -35,7 +37,7 @@ class Oracle:
 
     @staticmethod
     def has(config: dict[str, Any]) -> bool:
-        return config["model_type"] in (*_MODEL_REGISTRY, "kimi_k2")
+        return config["model_type"] in (*_MODEL_REGISTRY, *SAME)
 
     def whole(self, name: str) -> Tensor:
         """The Megatron parameter `name`, by its name with local layers."""

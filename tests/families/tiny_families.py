@@ -145,6 +145,7 @@ _TINY = {
         },
         ahead=True,
     ),
+    "glm4_moe_lite": Tiny("Glm4MoeLite", {**LATENT, "vocab_size": 157, "num_nextn_predict_layers": 1}, ahead=True),
     "moonlight": Tiny(
         "DeepseekV3", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "vocab_size": 157, "rms_norm_eps": 1e-5}
     ),
@@ -245,6 +246,7 @@ def _ahead(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         "mimo": _qwen2_layer,
         "glm4_moe": _glm4_moe_layer,
         "deepseek_v3": _deepseek_layer,
+        "glm4_moe_lite": _deepseek_layer,
     }
     layer = kinds[config["model_type"]](config)
     for number in range(config["num_nextn_predict_layers"]):

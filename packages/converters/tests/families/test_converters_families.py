@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from converters_published import ARGUMENTS, DEEPSEEK_V3, GLM45, LLAMA32_1B, QWEN3_4B, QWEN3_30B_A3B, QWEN25_05B, SAME
+from converters_published import (
+    ARGUMENTS,
+    DEEPSEEK_V3,
+    GLM45,
+    GLM47_FLASH,
+    LLAMA32_1B,
+    QWEN3_4B,
+    QWEN3_30B_A3B,
+    QWEN25_05B,
+    SAME,
+)
 from converters_tiny import QWEN3
 
 from slime.converters.families import FAMILIES, find_family, read_config
@@ -23,6 +33,7 @@ SIZES = {
     "GLM-4.5": 353.0,
     "DeepSeek-V3": 671.0,
     "Moonlight": 16.0,
+    "GLM-4.7-Flash": 29.9,
 }
 
 
@@ -77,6 +88,17 @@ def test_what_a_config_leaves_out_has_the_default_of_transformers() -> None:
     assert find_family(moe).arguments(moe)["moe_router_pre_softmax"]
 
 
+def test_layers_with_experts_are_those_that_transformers_5_lists() -> None:
+    family = find_family(GLM47_FLASH)
+    bare = {key: value for key, value in GLM47_FLASH.items() if key not in ("first_k_dense_replace", "rms_norm_eps")}
+    assert family.arguments(bare) == family.arguments(GLM47_FLASH)
+    listed = bare | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]}
+    assert family.arguments(listed)["moe_layer_freq"] == [1, 0, 1]
+    names = {parameter.name for parameter in family.parameters(listed)}
+    assert [f"decoder.layers.{i}.mlp.router.weight" in names for i in range(3)] == [True, False, True]
+    assert "mtp.layers.0.transformer_layer.mlp.router.weight" in names
+
+
 def test_dense_layers_among_those_with_experts_are_listed() -> None:
     config = {**QWEN3_30B_A3B, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     family = find_family(config)
@@ -102,6 +124,7 @@ def test_dense_layers_among_those_with_experts_are_listed() -> None:
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type"),
         (DEEPSEEK_V3, {"num_experts_per_tok": 6}, "topk_group"),
+        (GLM47_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_what_megatron_cannot_build_is_refused_by_name(
@@ -164,6 +187,7 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_experts = 4, got 5"),
         ({"n_routed_experts": 6, "n_group": 4}, "n_group must be a divisor of n_routed_experts = 6, got 4"),
         ({"mlp_only_layers": [1.5]}, "mlp_only_layers must be a list of whole numbers, got [1.5]"),
+        ({"mlp_layer_types": ["moe"]}, "mlp_layer_types must be a list of dense and sparse, got ['moe']"),
     ],
 )
 def test_a_value_that_no_model_has_is_named_with_what_it_should_be(

@@ -115,6 +115,7 @@ def test_every_contradiction_is_named_with_both_values_and_the_key(tmp_path: Pat
         ("qwen3-30B-A3B", "--moe-layer-freq [1]*48 --moe-router-score-function softmax --moe-aux-loss-coeff 0.1"),
         # As other scripts for these models have them.
         ("moonlight", "--moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-pre-softmax --kv-channels 128"),
+        ("glm4.7-30B-A3B", "--add-qkv-bias --kv-channels 192 --num-query-groups 20 --make-vocab-size-divisible-by 64"),
         ("glm4.5-106B-A12B", "--moe-layer-freq [0]*1+[1]*45 --moe-router-topk-scaling-factor 1.0 --mtp-num-layers 1"),
         ("deepseek-v3", "--mtp-num-layers 0 --num-query-groups 128 --rotary-scaling-factor 40 --beta-fast 32"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 from slime.converters.families import config_json
 from slime.converters.families.base import Config, Family
 from slime.converters.families.config_values import check_values
-from slime.converters.families.deepseek import DEEPSEEK_V3
+from slime.converters.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from slime.converters.families.glm import GLM4, GLM4_MOE
 from slime.converters.families.llama import LLAMA
 from slime.converters.families.mimo import MIMO
@@ -19,7 +19,7 @@ from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
-FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO)
+FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, MIMO)
 
 
 def find_family(config: Config, *, model_name: str | None = None) -> Family:

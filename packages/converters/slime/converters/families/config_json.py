@@ -70,6 +70,10 @@ def whole(value: float) -> float:
 
 def moe_layers(config: Config, count: int) -> list[int]:
     """Returns 1 for each of the first `count` layers with experts, 0 for each dense one."""
+    kinds = config.get("mlp_layer_types")
+    if kinds:
+        # Layers for multi-token prediction, which the list leaves out, have experts.
+        return [int(kind == "sparse") for kind in kinds[:count]] + [1] * (count - len(kinds))
     if "first_k_dense_replace" in config:
         first, step = config["first_k_dense_replace"] or 0, config.get("moe_layer_freq") or 1
         return [int(number >= first and number % step == 0) for number in range(count)]

@@ -26,6 +26,10 @@ def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_whole(0), value))
 
 
+def _kinds_of_layers(value: Any) -> bool:
+    return isinstance(value, list) and all(kind in ("dense", "sparse") for kind in value)
+
+
 # (description, test of a value, keys); null counts as missing.
 _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("a whole number of at least 1", _whole(1), (
@@ -49,6 +53,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "rope_interleave",
     )),
     ("a list of whole numbers", _whole_numbers, ("mlp_only_layers",)),
+    ("a list of dense and sparse", _kinds_of_layers, ("mlp_layer_types",)),
     ("a string", lambda value: isinstance(value, str), (
         "model_type", "hidden_act", "rope_type", "type", "scoring_func", "topk_method",
     )),

@@ -1,4 +1,4 @@
-"""DeepSeek V3, V3.1 and R1; Moonlight and Kimi K2 have the same layers."""
+"""DeepSeek V3, V3.1 and R1; Moonlight, Kimi K2 and GLM-4.7-Flash have the same layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from slime.converters.families.config_json import moe_layers, num_mtp_layers, re
 from slime.converters.families.mapping import Parameter
 from slime.converters.families.mtp import mtp_parameters, shared_copies
 from slime.types.errors import NotAvailable
+
+# Defaults of transformers' Glm4MoeLiteConfig.
+FLASH_DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
 
 
 def _arguments(config: Config) -> dict[str, Any]:
@@ -76,4 +79,14 @@ def _layer(config: Config, has_experts: int) -> Iterator[Parameter]:
         yield from blocks.dense_mlp(config)
 
 
+def _flash_arguments(config: Config) -> dict[str, Any]:
+    refuse(rope(config), "partial_rotary_factor", 1.0, "latent attention rotates all of its rotary channels")
+    return _arguments(FLASH_DEFAULTS | config)
+
+
+def _flash_parameters(config: Config) -> Iterator[Parameter]:
+    return _parameters(FLASH_DEFAULTS | config)
+
+
 DEEPSEEK_V3 = Family("DeepSeek V3", ("deepseek_v3", "kimi_k2"), _arguments, _parameters, shared_copies)
+GLM4_MOE_LITE = Family("GLM-4.7-Flash", ("glm4_moe_lite",), _flash_arguments, _flash_parameters, shared_copies)

@@ -228,7 +228,8 @@ def _agree(name: str, a: Any, b: Any, completed: Mapping[str, Any], of_config: M
     ):
         # Both multiply log(factor), which is 0 here.
         return True
-    if name in ("group_query_attention", "kv_channels") and of_config["multi_latent_attention"]:
+    # Latent attention has matrices of its own, which these do not describe.
+    if name in ("add_qkv_bias", "group_query_attention", "kv_channels") and of_config["multi_latent_attention"]:
         return True
     if name == "num_query_groups" and of_config["multi_latent_attention"]:
         return a in (b, of_config["num_attention_heads"])
