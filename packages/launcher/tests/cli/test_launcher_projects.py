@@ -240,7 +240,7 @@ def test_segments_of_a_sample_count_once_and_an_episode_that_failed_is_worth_not
     found = score(collect(tmp_path, run_config.parse(["config.yaml"])))
     assert (found.mean, found.prompts, found.samples) == (0.5, 2, 4)
     rewards = [reward or 0.0 for _, _, reward in values]
-    args = SimpleNamespace(n_samples_per_eval_prompt=1, log_passrate=False)
+    args = SimpleNamespace(n_samples_per_eval_prompt=1, log_passrate=False, log_reward_category=None)
     trained = evaluation_metrics({"held": {"rewards": rewards, "samples": samples}}, args)
     assert trained["eval/held"] == found.mean
 

@@ -24,6 +24,10 @@ ARGS = SimpleNamespace(
     fully_async=False,
     dynamic_sampling_filter_path=None,
     log_passrate=True,
+    log_multi_turn=True,
+    log_correct_samples=True,
+    log_reward_category="why",
+    rollout_max_response_len=8,
     reward_key=None,
     rollout_function_path="my.own.rollout",
 )

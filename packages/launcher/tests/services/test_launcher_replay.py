@@ -28,6 +28,9 @@ def replay(buffer: BufferClient, directory: Path, **more: Any) -> Replay:
     args = {
         "n_samples_per_prompt": 2,
         "log_passrate": False,
+        "log_multi_turn": False,
+        "log_correct_samples": False,
+        "log_reward_category": None,
         "reward_key": None,
         "load_debug_rollout_data_subsample": None,
     }

@@ -5,31 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
+from slime.rollout.chosen_metrics import Generated, category_shares, chosen_metrics
 from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.sample.status import SampleStatus
-
-
-class Generated(Protocol):
-    """The fields of a sample that its metrics come from; a summary of the buffer has them too."""
-
-    @property
-    def rollout_id(self) -> int | None: ...
-    @property
-    def response_length(self) -> int: ...
-    @property
-    def reward(self) -> float | dict[str, Any] | None: ...
-    @property
-    def status(self) -> SampleStatus: ...
-    @property
-    def metadata(self) -> dict[str, Any]: ...
-    @property
-    def weight_versions(self) -> list[str]: ...
 
 
 def rollout_metrics(groups: Sequence[Sequence[Generated]], args: RolloutSettings) -> dict[str, float]:
@@ -43,6 +27,7 @@ def rollout_metrics(groups: Sequence[Sequence[Generated]], args: RolloutSettings
     rollout/truncated_ratio       share of samples that ran into the length limit
     rollout/weight_version_min    oldest weight version of any token; _max: the newest
     passrate/pass@k               with --log-passrate
+    multi_turn/..., rollout/correct_..., rollout/error_cat/...   see `chosen_metrics`
     rollout/agents/...            see `agent_metrics`
     """
     samples = [sample for group in groups for sample in group]
@@ -72,7 +57,8 @@ def rollout_metrics(groups: Sequence[Sequence[Generated]], args: RolloutSettings
         }
     if args.log_passrate:
         metrics |= {f"passrate/{key}": value for key, value in pass_rates(rewards).items()}
-    return metrics | agent_metrics(samples)
+    correct = [sample for sample in samples if _raw_reward(sample, args) == 1]
+    return metrics | chosen_metrics(samples, correct, args) | agent_metrics(samples)
 
 
 def agent_metrics(samples: Iterable[Generated]) -> dict[str, float]:
@@ -118,7 +104,8 @@ def time_metrics(samples: Iterable[Sample], seconds: float, reward_seconds: floa
 
 
 def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: RolloutSettings) -> dict[str, float]:
-    """Returns eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate.
+    """Returns eval/NAME (mean reward), and -truncated_ratio, -response_length (mean), -pass@k with --log-passrate,
+    /error_cat/VALUE with --log-reward-category.
 
     The segments that one sample fanned out into count as one reward.
     """
@@ -135,6 +122,9 @@ def evaluation_metrics(data: Mapping[str, Mapping[str, Any]], args: RolloutSetti
             metrics[f"eval/{name}-response_length"] = float(np.mean([sample.response_length for sample in samples]))
         if args.log_passrate:
             metrics |= {f"eval/{name}-{key}": value for key, value in pass_rates(groups).items()}
+        if args.log_reward_category is not None and samples:
+            shares = category_shares(samples, args.log_reward_category)
+            metrics |= {f"eval/{name}/{key}": share for key, share in shares.items()}
     return metrics
 
 
@@ -177,11 +167,19 @@ def _rewards(group: Sequence[Generated], args: RolloutSettings) -> list[float]:
     values: dict[Any, float] = {}
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
-        # Metadata may hold anything that a client sent.
-        for value in (sample.metadata.get("raw_reward"), _reward(sample, args)):
-            if _is_number(value):
-                values.setdefault(key, float(value))
+        value = _raw_reward(sample, args)
+        if value is not None:
+            values.setdefault(key, value)
     return list(values.values())
+
+
+def _raw_reward(sample: Generated, args: RolloutSettings) -> float | None:
+    """Returns the reward as it was before a penalty; None for a sample without one."""
+    # Metadata may hold anything that a client sent.
+    for value in (sample.metadata.get("raw_reward"), _reward(sample, args)):
+        if _is_number(value):
+            return float(value)
+    return None
 
 
 def _reward(sample: Generated, args: RolloutSettings) -> Any:

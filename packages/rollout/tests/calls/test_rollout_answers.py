@@ -13,10 +13,11 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.calls.answers import evaluation_output, train_output
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.metrics import evaluation_metrics, pass_rates, rollout_metrics
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.errors import PluginError
 
-ARGS = argparse.Namespace(log_passrate=True, n_samples_per_eval_prompt=2, eval_overrides={})
+ARGS = argparse.Namespace(log_passrate=True, n_samples_per_eval_prompt=2, eval_overrides={}, log_reward_category=None)
 
 
 def sample(group: int | None, rollout: int | None) -> Sample:
@@ -61,7 +62,7 @@ def test_an_evaluation_that_cannot_be_counted_is_refused(result: dict[str, Any],
 
 def test_a_sample_without_a_reward_counts_for_nothing() -> None:
     rewarded, plain = Sample(prompt="", reward=1.0, response_length=2), Sample(prompt="", response_length=4)
-    metrics = rollout_metrics([[rewarded, plain]], argparse.Namespace(log_passrate=False, reward_key=None))
+    metrics = rollout_metrics([[rewarded, plain]], RolloutSettings(hf_checkpoint="none"))
     assert (metrics["rollout/raw_reward"], metrics["rollout/response_lengths"]) == (1.0, 3.0)
 
 

@@ -27,6 +27,7 @@ def args(**values: Any) -> Namespace:
     base = dict(
         rm_type=None, custom_rm_path=f"{__name__}.one", reward_key=None, eval_reward_key=None, overlong_mask=False,
         overlong_buffer_len=20, overlong_penalty=0.5, rollout_max_response_len=LIMIT, log_passrate=False,
+        log_multi_turn=False, log_correct_samples=False, log_reward_category=None,
     )  # fmt: skip
     return Namespace(**(base | values))
 

@@ -34,9 +34,6 @@ PLANNED: dict[str, str] = {
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
     "a secret: set WANDB_API_KEY; on a command line the key is accepted with a warning": "wandb-key",
-    "every metric is logged at the step of its rollout": "wandb-always-use-train-step",
-    "metrics that are not computed here; --custom-rollout-log-function-path can compute them": """log-multi-turn
-        log-reward-category log-correct-samples""",
 }
 
 ROUTER = "a setting of SGLang's router; this version sends to its own engines directly"

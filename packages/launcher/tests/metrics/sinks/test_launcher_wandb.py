@@ -28,6 +28,10 @@ class Run:
         self.options = options
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.exit_code: int | None = None
+        self.axes: dict[str, str] = {}
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
@@ -91,6 +95,25 @@ def test_a_report_sends_its_metrics(runs: list[Run], begin: Callable[..., Sink],
         report.evaluation(0, {"eval/sums": 0.5}, [])
         report.step(0, {"train/loss": 1.0}, [])
     assert runs[0].logged == [(0, {"eval/sums": 0.5}), (0, {"train/loss": 1.0})] and runs[0].exit_code == 0
+
+
+def test_charts_go_over_updates_where_that_is_asked_for(runs: list[Run], begin: Callable[..., Sink]) -> None:
+    sink = begin("--wandb-always-use-train-step")
+    for step, metrics in (
+        (0, {"eval/sums": 0.5}), (0, {"train/step": 4.0, "train/loss": 1.0}), (1, {"eval/sums": 0.6}),
+    ):  # fmt: skip
+        sink.write(step, metrics)
+    sink.close(failed=False)
+    assert runs[0].axes == {"*": "train/step"}
+    assert runs[0].logged == [
+        (0, {"eval/sums": 0.5, "train/step": 0.0}),
+        (0, {"train/step": 4.0, "train/loss": 1.0}),
+        (1, {"eval/sums": 0.6, "train/step": 4.0}),
+    ]
+    resumed = begin("--wandb-run-id", "7", "--wandb-always-use-train-step")
+    resumed.write(5, {"eval/sums": 0.7})
+    resumed.close(failed=False)
+    assert runs[1].logged == [(5, {"eval/sums": 0.7})], "a resumed run does not know the number of updates yet"
 
 
 def test_a_run_that_fails_is_marked_as_failed(runs: list[Run], begin: Callable[..., Sink], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.rollout.engines.registry import KINDS, counted_by_engines, unread_settings
 from slime.rollout.settings.eval_overrides import check_overrides
+from slime.rollout.settings.metrics import MetricSettings
 from slime.types.addresses import split_url
 from slime.types.errors import InvalidSetting
 from slime.types.setting_values import flag_name
@@ -26,7 +27,9 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 @dataclass(kw_only=True)
-class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettings, EngineSettings, ModeSettings):
+class RolloutSettings(
+    PolicySettings, BatchSettings, GroupSettings, PromptSettings, EngineSettings, ModeSettings, MetricSettings
+):
     """Rollout."""
 
     # The rollout loop.
@@ -161,7 +164,6 @@ class RolloutSettings(PolicySettings, BatchSettings, GroupSettings, PromptSettin
     eval_overrides: dict[str, Any] = setting(
         dict, "Settings of single evaluation sets by name: {NAME: {temperature: 0}}", flag=False
     )
-    log_passrate: bool = setting(False, "Log pass@k for k = 1, 2, 4, ... in training and evaluation")
 
     # Engines.
     rollout_engine_api_key_file: str | None = setting(

@@ -28,6 +28,11 @@ class SampleSummary:
     non_generation_time: float = 0.0
 
     @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that are trained on."""
+        return self.loss_mask_sum
+
+    @property
     def weight_versions(self) -> list[str]:
         """The oldest and the newest weight version, as a sample names them; one if they are equal."""
         return [str(version) for version in sorted({self.oldest_weight_version, self.newest_weight_version} - {-1})]

@@ -20,6 +20,7 @@ from slime.types.settings import setting
 
 log = logging.getLogger(__name__)
 
+UPDATES = "train/step"
 KEY_FLAG, KEY_VARIABLE = "--wandb-key", "WANDB_API_KEY"
 
 
@@ -46,6 +47,9 @@ class WandbSettings:
         "Add random letters to the run's W&B name",
         off_flag="disable-wandb-random-suffix",
         off_help="Leave the run's W&B name without random letters at its end",
+    )
+    wandb_always_use_train_step: bool = setting(
+        False, "Draw every W&B chart over train/step, which counts updates, in place of iterations"
     )
 
 
@@ -77,9 +81,19 @@ class Wandb(Sink):
             config=dict(run.config),
             settings=wandb.Settings(**options),
         )
+        self._over_updates = settings.wandb_always_use_train_step
+        self._updates: float | None = None
+        if self._over_updates:
+            self._run.define_metric("*", step_metric=UPDATES)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
+        row = dict(metrics)
+        if self._over_updates:
+            # An evaluation is of the updates before it. A resumed run learns their number from its first iteration.
+            self._updates = row.get(UPDATES, 0.0 if step == 0 and self._updates is None else self._updates)
+            if self._updates is not None:
+                row[UPDATES] = self._updates
+        self._run.log(row, step=step)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
