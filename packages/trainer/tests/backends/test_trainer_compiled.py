@@ -263,6 +263,18 @@ def test_a_padded_row_is_the_row_and_sequences_of_padding(lengths: list[int]):
     assert row.rows.max() < shape.tokens
 
 
+def test_a_row_may_score_more_tokens_than_it_has():
+    """Answers of one token to one prompt: its last token predicts them all."""
+    samples = [Sample(tokens=[1, 2, 3, 4 + answer], response_length=1) for answer in range(20)]
+    batch = pack(samples, range(20), [0.0] * 20, [1.0] * 20)
+    assert batch.tokens.shape == (1, 3) and len(batch.rows) == 20
+    shape = RowShape.of(batch, 8)
+    row = StaticRow(shape, torch.device("cpu"))
+    row.fill(batch)
+    assert row.rows[:20].tolist() == [2] * 20 and row.rows.max() < shape.tokens
+    assert row.targets[:20].tolist() == batch.targets.tolist()
+
+
 def test_bfloat16_weights_follow_a_float32_copy(model: str):
     runner = Runner(make_settings(model, bf16=True, lr=1e-4))
     before = runner.weights()

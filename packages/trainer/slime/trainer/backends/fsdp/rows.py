@@ -1,6 +1,6 @@
 """Rows padded to few shapes, whose passes CUDA graphs replay.
 
-    T  tokens of a shape        J  trained ones        R  runs        P  prompts that several responses see
+    T  tokens of a shape        U  scored ones        R  runs        P  prompts that several responses see
 
 The padding is made of sequences of its own, on which nothing is trained. Compiled layers take any shape; a graph has
 one shape, with room for other rows. The room is tight, because FlashAttention launches as many blocks for every
@@ -41,7 +41,7 @@ _FIRST_ROWS = 8
 _ROWS_WORTH_A_GRAPH = 64
 
 Outcome = tuple[Tensor, Tensor]
-# (model, tokens [1, T], position_ids [1, T], runs, rows [J], targets [J]) -> log-probs and entropies, [J].
+# (model, tokens [1, T], position_ids [1, T], runs, rows [U], targets [U]) -> log-probs and entropies, [U].
 Forward = Callable[[nn.Module, Tensor, Tensor, Runs, Tensor, Tensor], Outcome]
 # Adds to the gradients of weights: (function that recomputes log-probs and entropies, these, their gradients or None).
 Backward = Callable[[Callable[[], Outcome], Outcome, tuple[Tensor, Tensor | None]], None]
@@ -65,7 +65,10 @@ class RowShape:
         unit = max(1, -(-(max_tokens or max(128, 1 << max(0, length - 1).bit_length())) // _PARTS))
         tokens = max(tokens, -(-length // unit) * unit)
         part = -(-tokens // _PARTS)
-        trained = min(tokens, max(1, -(-len(batch.rows) // part)) * part)
+        trained = max(1, -(-len(batch.rows) // part)) * part
+        if len(batch.rows) <= tokens:
+            # A shared token may predict the next one of many samples, so there can be more than tokens.
+            trained = min(tokens, trained)
         longest = max(batch.runs.max_q, 1)
         shape = RowShape(tokens, trained, len(batch.runs.q_lengths) + -(-(tokens - length) // longest), longest)
         shared = batch.runs.shared
@@ -138,7 +141,7 @@ class StaticRow:
         self.runs = Runs([], [], self.limits, self.limits, None, shape.longest, shape.longest, self.shared, one_length)
         self._steps = torch.arange(1, shape.runs + 1, dtype=torch.int32, device=device) * shape.longest
         # Distinct row numbers: the gradients of one row that occurs many times would be added one after the other.
-        self._any_rows = torch.arange(shape.trained, device=device)
+        self._any_rows = torch.arange(shape.trained, device=device) % shape.tokens
 
     def run(self, forward: Forward, model: nn.Module) -> Outcome:
         return forward(model, self.tokens, self.position_ids, self.runs, self.rows, self.targets)
@@ -286,7 +289,7 @@ class StaticRows:
         return slot
 
     def scores(self, model: nn.Module, batch: PackedBatch) -> Outcome:
-        """Returns log-probs and entropies, [J] of the batch, without gradient."""
+        """Returns log-probs and entropies, [U] of the batch, without gradient."""
         row, trained = self._static(self._wanted(batch, trains=False)), len(batch.rows)
         row.fill(batch)
         log_probs, entropy = row.run(self._forward, model)
