@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from trainer_tiny import Runner, make_samples, make_settings
+from trainer_tiny import Runner, make_samples, make_settings, prefixes_of
 from trainer_tiny_vision import GRIDS, IMAGE, make_image_samples, write_vision_model
 
 from slime.trainer.batching.packing import pack
@@ -68,6 +68,22 @@ def test_a_row_of_samples_has_the_log_probs_of_each_alone(directory: str, kind: 
         torch.testing.assert_close(log_probs, expected(directory, kind, sample), atol=1e-5, rtol=0)
     # Equal tokens, other images.
     assert not torch.allclose(found[0], expected(directory, kind, _with_images_of(samples[0], samples[4])), atol=1e-3)
+
+
+def test_turns_behind_images_are_laid_out_once(directory: str, kind: str) -> None:
+    samples, shared = make_image_samples(kind)[:2], 3
+    for sample, last in zip(samples, (9, 11), strict=True):
+        # The model wrote the token of an image, and a tool the one after it: these are text.
+        sample.tokens[-4:] = [4, IMAGE, 10, last]
+        sample.loss_mask = [1, 1, 0, 1]
+    runner = Runner(make_settings(directory))
+    trunks = prefixes_of(samples).trunks([0, 1])
+    assert {trunk.tokens for trunk in trunks.values()} == {len(samples[0].tokens) - 4 + shared}
+    found = scores(runner, kind, samples, trunks=[trunks[0], trunks[1]])
+    apart = scores(runner, kind, samples, share_prompts=False)
+    for one, other in zip(found, apart, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    assert found[0][3] != found[1][3]
 
 
 def test_a_smolvlm_is_an_idefics3(tmp_path: Path) -> None:

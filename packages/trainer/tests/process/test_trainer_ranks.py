@@ -64,6 +64,12 @@ def test_two_ranks_equal_one(two_ranks: Path, model: str, reference_model: str, 
         assert far < (0.2 if coarse else 0.01), name
 
 
+def test_turns_of_samples_that_two_ranks_read_are_computed_once(two_ranks: Path, model: str):
+    metrics = json.loads((two_ranks / "turns.json").read_text())
+    expected = drive("turns", Runner(make_settings(model, **CASES["turns"])))
+    assert metrics["all/row_tokens"] == expected["perf/row_tokens"] > metrics["perf/row_tokens"]
+
+
 def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(two_ranks: Path):
     metrics = json.loads((two_ranks / "skipping.json").read_text())
     assert (metrics["train/nonfinite_updates"], metrics["train/step"]) == (1, 1)

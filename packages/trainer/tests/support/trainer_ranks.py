@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from trainer_tiny import Runner, make_samples, make_settings
+from trainer_tiny import Runner, make_samples, make_settings, turn_samples
 
 from slime.trainer.backends.base import REFERENCE
 from slime.trainer.checkpoints import checkpoint
@@ -26,6 +26,8 @@ CASES = {
         "num_steps_per_rollout": 2, "log_probs_max_tokens_per_gpu": 14, "balance_by_flops": True,
         "data_pad_size_multiplier": 8, "recompute_loss_function": True, "use_rollout_entropy": True,
     },
+    # The samples of a group are read by both ranks at first.
+    "turns": {"max_tokens_per_gpu": 48, "num_steps_per_rollout": 1, "use_rollout_entropy": True},
     # Seven samples.
     "dynamic": {"use_dynamic_global_batch_size": True},
     # A log-prob that is not a number, on one rank, in the first of two updates.
@@ -48,6 +50,9 @@ def drive(name: str, runner: Runner) -> dict[str, float]:
         for sample in samples[1:]:
             sample.reward, sample.remove_sample = 0.0, True
         return runner.run(0, samples)
+    if name == "turns":
+        metrics = runner.run(0, turn_samples())
+        return metrics | runner.ranks.add_numbers({"all/row_tokens": metrics["perf/row_tokens"]})
     if name == "dynamic":
         return runner.run(0, make_samples()[:7])
     if name == "skipping":

@@ -10,6 +10,8 @@ import torch
 
 from slime.trainer.backends.build import build_backend, build_critic
 from slime.trainer.batching.plan import Planner
+from slime.trainer.batching.schedule import Lengths
+from slime.trainer.batching.trunks import Prefixes, cuts_of, digests_at, thinned
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.step.step import TrainStep
@@ -18,6 +20,9 @@ from slime.types import Sample
 from slime.types.sample.summary import SampleSummary
 
 VOCAB = 32
+
+# A turn: (tokens, 1 where the model wrote them).
+Turn = tuple[Sequence[int], int]
 
 
 def write_model(path: Path, seed: int = 0, tied: bool = False, layers: int = 2, experts: int = 0) -> str:
@@ -113,6 +118,64 @@ def add_nuclei(sample: Sample) -> None:
         bounds.append(len(ids))
     sample.rollout_top_p_token_ids = np.array(ids, np.int32)  # type: ignore[assignment]
     sample.rollout_top_p_token_offsets = np.array(bounds, np.int64)  # type: ignore[assignment]
+
+
+def sample_of(prompt: Sequence[int], turns: Sequence[Turn], **fields: Any) -> Sample:
+    """Makes a sample of a prompt and turns, with log-probs that depend on its index."""
+    response = [token for tokens, _ in turns for token in tokens]
+    mask = [written for tokens, written in turns for _ in tokens]
+    random = np.random.default_rng(fields.get("index", 0))
+    fields = {"rollout_log_probs": random.uniform(-4, -1, len(response)).astype(np.float32)} | fields
+    return Sample(tokens=[*prompt, *response], response_length=len(response), loss_mask=np.array(mask, np.uint8),
+                  **fields)  # fmt: skip
+
+
+def turn_samples() -> list[Sample]:
+    """Makes a group whose samples have two turns in common, two of them three; a trajectory that fans out beside others
+    of its group, as `slime.rollout.agents.merge` makes them; and a group of single turns."""
+    random = np.random.default_rng(7)
+
+    def draw(count: int) -> list[int]:
+        return random.integers(2, VOCAB, count).tolist()
+
+    found: list[Sample] = []
+
+    def add(prompt: Sequence[int], *turns: Turn, **fields: Any) -> None:
+        number = len(found)
+        found.append(sample_of(prompt, turns, index=number, reward=float(number % 3), **fields))
+
+    prompt, first, tool = draw(5), (draw(4), 1), (draw(3), 0)
+    second, answer = (draw(3), 1), (draw(2), 0)
+    add(prompt, first, tool, second, answer, (draw(3), 1), group_index=0)
+    add(prompt, first, tool, second, answer, (draw(2), 1), group_index=0)
+    add(prompt, first, tool, (draw(5), 1), group_index=0)
+    add(prompt, first, tool, (draw(3), 1), (draw(2), 0), (draw(2), 1), group_index=0)
+    prompt, first, tool = draw(6), (draw(5), 1), (draw(2), 0)
+    # The first child of a turn goes on with its sample; another one has all before it in its prompt.
+    add(prompt, first, tool, (draw(4), 1), group_index=1, rollout_id=100)
+    add([*prompt, *first[0], *tool[0]], (draw(5), 1), group_index=1, rollout_id=100)
+    add([*prompt, *first[0], *draw(3)], (draw(4), 1), group_index=1, rollout_id=100)
+    add(prompt, (draw(3), 1), group_index=1, rollout_id=101)
+    prompt = draw(4)
+    for length in (3, 5, 4):
+        add(prompt, (draw(length), 1), group_index=2)
+    return found
+
+
+def prefixes_of(samples: Sequence[Sample], experts_from: int | None = None) -> Prefixes:
+    """Returns the prefixes of samples that are all of one group."""
+    prompts = [len(s.array("tokens")) - s.response_length for s in samples]
+    cuts = thinned(cut for s, prompt in zip(samples, prompts, strict=True) for cut in [prompt, *cuts_of(s)] if cut)
+    digests = {i: digests_at(cuts, sample, experts_from) for i, sample in enumerate(samples)}
+    return Prefixes([list(range(len(samples)))], [cuts], digests)
+
+
+def prompt_lengths(samples: Sequence[Sample]) -> Lengths:
+    """Returns lengths where equal prompts are shared, and nothing more."""
+    prompts = [s.tokens[: len(s.array("tokens")) - s.response_length] for s in samples]
+    return Lengths(
+        [len(s.array("tokens")) for s in samples], {i: (tuple(prompt), len(prompt)) for i, prompt in enumerate(prompts)}
+    )
 
 
 def train_data(samples: Sequence[Sample]) -> dict[str, Any]:

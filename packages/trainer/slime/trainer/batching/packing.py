@@ -2,27 +2,29 @@
 
     T  input tokens of the row               K  response tokens of its samples, end to end
     P  a prompt's tokens                     J  response tokens with loss mask 1
+    U  those of J that are scored: a turn that several samples have in common is scored once for all of them
 
 Position ids restart with every sample, and no token sees another sample. Where samples have equal prompts (a group
-does), the prompt is laid out once and every response sees it and itself: the same numbers for a fraction of the work.
+does) or first turns (trunks.py), these are laid out once and the rest of every sample sees them and itself: the same
+numbers for a fraction of the work. Each sample's loss takes its own advantage, mask and weight at every token that it
+has, so the gradients of shared tokens add up.
 The last token of a response predicts nothing that is trained, so it is not fed in.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slime.trainer.algorithms.nucleus import Nuclei
+from slime.trainer.batching.layout import RowLayout
 from slime.trainer.batching.nuclei import lay_nuclei
 from slime.trainer.batching.runs import Runs
+from slime.trainer.batching.trunks import Trunk
 from slime.types.errors import InvalidField, NotAvailable, counted
 from slime.types.models.vision import Vision
 from slime.types.sample import Sample
@@ -35,8 +37,8 @@ class PackedBatch:
     tokens: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     runs: Runs  # which tokens see which
-    rows: Tensor  # [J] the token of the row whose logits predict
-    targets: Tensor  # [J] the token predicted
+    rows: Tensor  # [U] the token of the row whose logits predict
+    targets: Tensor  # [U] the token predicted
     trained: Tensor  # [J] into K
     mask: Tensor  # [K] 1.0 or 0.0
     segments: Tensor  # [K] sample of a response token
@@ -51,14 +53,20 @@ class PackedBatch:
     experts: Tensor | None = None  # [T, layers, k] int16: experts that the engine chose; -1 where it chose none
     nuclei: Nuclei | None = None  # of J tokens, where they were sampled from a part of the vocabulary
     grid_positions: Tensor | None = None  # [3, 1, T] position ids of a model that numbers image tokens by their grid
+    scored: Tensor | None = None  # [J] into U; None where both are the same
 
     @property
     def num_samples(self) -> int:
         return len(self.lengths)
 
+    def spread(self, values: Tensor) -> Tensor:
+        """[U, ...] -> [J, ...]"""
+        # By brackets, whose gradients are added up in one order on a GPU too.
+        return values if self.scored is None else values[self.scored]
+
     def scatter(self, values: Tensor) -> Tensor:
-        """[J] -> [K], 0 where the mask is."""
-        return values.new_zeros(len(self.mask)).index_put((self.trained,), values)
+        """[U] -> [K], 0 where the mask is."""
+        return values.new_zeros(len(self.mask)).index_put((self.trained,), self.spread(values))
 
 
 def loss_mask(sample: Sample) -> np.ndarray:
@@ -155,6 +163,7 @@ def pack(
     weights: Sequence[float],
     *,
     share_prompts: bool = True,
+    trunks: Sequence[Trunk | None] | None = None,
     gather: bool = False,
     multiple: int = 1,
     vision: Vision | None = None,
@@ -165,38 +174,26 @@ def pack(
     """Packs `samples` into a row (each passed `check_sample`). rewards, weights: one number a sample.
 
     share_prompts: whether equal prompts are laid out once; they come first in the row, and their responses behind them.
-    gather: the keys of such a prompt are copied for each response, which attention with a window needs.
+    trunks: for each sample what it shares in place of its prompt, if that leaves fewer tokens, see `Prefixes.trunks`.
+    gather: the keys of a shared part are copied for each sample, which attention with a window needs.
     multiple: T is padded to a multiple of it, by a sequence of padding.
     experts: (layers, k) to lay out the experts of the samples' tokens too. nuclei: whether their nuclei are laid out,
     which passed `check_nuclei`.
     """
-    layout = _Layout(samples, vision, experts)
-    families = _families(samples, share_prompts)
-    shared = [(owner, members) for owner, members in enumerate(families) if len(members) > 1]
-    ends = [layout.lay_prompt(owner, members[0]) for owner, members in shared]
-    for (owner, members), end in zip(shared, ends, strict=True):
-        for number in members:
-            layout.lay_response(owner, number, end)
-    sharing = [length for length, *_ in layout.laid]
-    alone = []
-    for owner, members in enumerate(families):
-        if len(members) == 1:
-            before = layout.filled
-            layout.lay_response(owner, members[0], layout.lay_prompt(owner, members[0]))
-            alone.append(layout.filled - before)
-    if padding := -layout.filled % multiple:
-        alone.append(padding)
-        layout.lay(np.zeros(padding, dtype=np.int64), 0, len(families), 0)
-    runs = _runs(sharing[: len(shared)], sharing[len(shared) :], [len(m) for _, m in shared], alone, gather, device)
+    chosen = trunks if trunks is not None else [None] * len(samples)
+    layout = RowLayout(samples, chosen, share=share_prompts, multiple=multiple, vision=vision, experts=experts)
     written = [t[len(t) - s.response_length :] for s, t in zip(samples, layout.tokens_of, strict=True)]
-    held, firsts, owners, branches = np.array(layout.laid, dtype=np.int64).T
-    places = np.arange(layout.filled) - np.repeat(np.cumsum(held) - held - firsts, held)
     lengths = [s.response_length for s in samples]
-    rows = _predictors(layout.responses, lengths)
+    rows, in_trunk = layout.predictors()
     masks = [loss_mask(s) for s in samples]
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
-    targets = np.concatenate(written)
+    rows, targets = rows[trained], np.concatenate(written)[trained]
+    of_nuclei = lay_nuclei(samples, masks, targets, device) if nuclei else None
+    # Every sample's token has a nucleus of its own.
+    scored, own = (None, None) if nuclei else _scored_once(rows, in_trunk[trained])
+    if scored is not None:
+        rows, targets = rows[scored], targets[scored]
     engine_log_probs = [s.array("rollout_log_probs") for s in samples]
     known = any(p is not None for p in engine_log_probs)
     log_probs = [
@@ -207,13 +204,14 @@ def pack(
         return torch.as_tensor(array, dtype=dtype).to(device)
 
     joined = vision.join(layout.images) if vision is not None and layout.images else {}
-    in_prompt = np.repeat(np.isin(owners, layout.illustrated) & (branches == 0), held) if joined else None
+    grid_positions = layout.grid_positions()
     return PackedBatch(
-        tokens=to(np.concatenate(layout.row), torch.int64)[None],
-        position_ids=to(places, torch.int64)[None],
-        runs=runs,
-        rows=to(rows[trained], torch.int64),
-        targets=to(targets[trained], torch.int64),
+        tokens=to(layout.tokens, torch.int64)[None],
+        position_ids=to(layout.positions, torch.int64)[None],
+        runs=layout.runs(gather, device),
+        rows=to(rows, torch.int64),
+        targets=to(targets, torch.int64),
+        scored=None if own is None else to(own, torch.int64),
         trained=to(trained, torch.int64),
         mask=to(mask, torch.float32),
         segments=to(np.repeat(np.arange(len(samples)), lengths), torch.int64),
@@ -224,144 +222,26 @@ def pack(
         total_lengths=[len(tokens) for tokens in layout.tokens_of],
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
-        image_places=None if in_prompt is None else torch.from_numpy(in_prompt).to(device)[None],
+        image_places=torch.from_numpy(layout.image_places()).to(device)[None] if joined else None,
         # All rows of a step are on the device at once.
-        experts=to(np.concatenate(layout.routed), torch.int16) if experts is not None else None,
-        nuclei=lay_nuclei(samples, masks, targets[trained], device) if nuclei else None,
-        grid_positions=to(
-            _grid_positions(places, np.repeat(owners, held), np.repeat(branches, held), layout.counted), torch.int64
-        )[:, None]
-        if layout.counted
-        else None,
+        experts=to(layout.experts(), torch.int16) if experts is not None else None,
+        nuclei=of_nuclei,
+        grid_positions=None if grid_positions is None else to(grid_positions, torch.int64)[:, None],
     )
 
 
-class _Layout:
-    """A row while sequences are laid into it, one behind the other. experts: (layers, k) where they are laid out."""
+def _scored_once(rows: np.ndarray, in_trunk: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns ([U] into J, [J] into U) where tokens in trunks that several samples train come once; None for none.
 
-    def __init__(self, samples: Sequence[Sample], vision: Vision | None, experts: tuple[int, int] | None) -> None:
-        self.tokens_of = [sample.array("tokens") for sample in samples]
-        self.row: list[np.ndarray] = []
-        self.laid: list[tuple[int, int, int, int]] = []  # length, first position, which prompt, 0 or which response
-        self.responses = [(0, 0)] * len(samples)  # the prompt's last token, and where the response starts
-        self.images: list[dict[str, Any]] = []
-        self.illustrated: list[int] = []  # prompts that have images
-        self.counted: dict[int, np.ndarray] = {}  # the grid positions of such a prompt
-        self.routed: list[np.ndarray] = []
-        self.filled = 0
-        self._samples, self._vision, self._experts = samples, vision, experts
-
-    def lay(self, tokens: np.ndarray, first_position: int, owner: int, branch: int, number: int | None = None) -> int:
-        """Returns the place of the first token."""
-        self.row.append(tokens)
-        if self._experts is not None:
-            sample = None if number is None else self._samples[number]
-            self.routed.append(_experts(sample, first_position, len(tokens), self._experts))
-        self.laid.append((len(tokens), first_position, owner, branch))
-        self.filled += len(tokens)
-        return self.filled - len(tokens)
-
-    def lay_prompt(self, owner: int, number: int) -> int:
-        """Returns the place behind the last token."""
-        sample = self._samples[number]
-        prompt = self.tokens_of[number][: -sample.response_length or None]
-        if sample.multimodal_train_inputs:
-            self.images.append(sample.multimodal_train_inputs)
-            self.illustrated.append(owner)
-            if self._vision is not None and self._vision.grids:
-                seen = prompt == self._vision.image_token
-                self.counted[owner] = self._vision.positions(seen, sample.multimodal_train_inputs)
-        return self.lay(prompt, 0, owner, 0, number) + len(prompt)
-
-    def lay_response(self, owner: int, number: int, prompt_end: int) -> None:
-        tokens, length = self.tokens_of[number], self._samples[number].response_length
-        start = self.lay(tokens[len(tokens) - length : -1], len(tokens) - length, owner, number + 1, number)
-        self.responses[number] = prompt_end - 1, start
-
-
-def _experts(sample: Sample | None, first: int, count: int, shape: tuple[int, int]) -> np.ndarray:
-    """[count, layers, k]: of the tokens from `first` on; -1 for those that the engine was not fed with."""
-    found = np.full((count, *shape), -1, dtype=np.int16)
-    known = sample.rollout_routed_experts if sample is not None else None
-    if known is not None:
-        part = known[first : first + count]
-        found[: len(part)] = part
-    return found
-
-
-def _predictors(responses: Sequence[tuple[int, int]], lengths: Sequence[int]) -> np.ndarray:
-    """[K]: the token before each response token, which for the first is the prompt's last."""
-    held = np.asarray(lengths, dtype=np.int64)
-    last_of_prompt, start = np.array(responses, dtype=np.int64).T
-    ends = np.cumsum(held)
-    found: np.ndarray = np.arange(held.sum()) - np.repeat(ends - held - start + 1, held)
-    found[(ends - held)[held > 0]] = last_of_prompt[held > 0]
-    return found
-
-
-def _grid_positions(
-    places: np.ndarray, owner: np.ndarray, branch: np.ndarray, counted: dict[int, np.ndarray]
-) -> np.ndarray:
-    """[3, T]: grid positions of prompts with images, and of their responses, which continue after the largest."""
-    found = np.tile(places, (3, 1))
-    for prompt, positions in counted.items():
-        found[:, (owner == prompt) & (branch == 0)] = positions
-        found[:, (owner == prompt) & (branch > 0)] += positions.max() + 1 - positions.shape[1]
-    return found
-
-
-def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
-    """Groups samples with equal prompts, in the order of the first of each."""
-    found: dict[Any, list[int]] = {}
-    for number, sample in enumerate(samples):
-        prompt = _prompt_of(sample) if share_prompts and len(samples) > 1 else None
-        found.setdefault(number if prompt is None else prompt, []).append(number)
-    return list(found.values())
-
-
-def _prompt_of(sample: Sample) -> tuple[bytes, str | None] | None:
-    """Returns a key that is equal for equal prompts; None where the images of a prompt are not known."""
-    if sample.multimodal_train_inputs and sample.multimodal_train_input_id is None:
-        return None
-    tokens = np.asarray(sample.array("tokens"), dtype=np.int32)
-    return tokens[: len(tokens) - sample.response_length].tobytes(), sample.multimodal_train_input_id
-
-
-def prompt_digest(sample: Sample) -> str:
-    """Returns a text that differs where prompts differ."""
-    prompt = _prompt_of(sample)
-    if prompt is None:
-        return f"alone {id(sample)}"
-    return hashlib.blake2b(prompt[0], key=(prompt[1] or "").encode()[:64], digest_size=12).hexdigest()
-
-
-def _runs(
-    prompts: Sequence[int],
-    responses: Sequence[int],
-    sizes: Sequence[int],
-    alone: Sequence[int],
-    gather: bool,
-    device: torch.device | str,
-) -> Runs:
-    """Returns the runs of shared prompts with their responses, then of samples alone, laid end to end.
-
-    All are given by their lengths; `sizes` says how many responses each prompt has.
+    rows: [J] the token before each; in_trunk: [J] bool. Tokens keep their order.
     """
-    if not any(responses):
-        return Runs.apart([*prompts, *alone], device)
-    starts = np.cumsum([0, *sizes])
-    of_prompts = [responses[a:b] for a, b in itertools.pairwise(starts)]
-    if not gather:
-        return Runs.sharing(prompts, of_prompts, alone, device)
-    limits = np.cumsum([0, *prompts])
-    lengths = [*prompts, *responses, *alone]
-    before = [np.arange(0)] * len(prompts)
-    before += [np.arange(*limits[i : i + 2]) for i, size in enumerate(sizes) for _ in range(size)]
-    before += [np.arange(0)] * len(alone)
-    ends = np.cumsum(lengths)
-    laid = [
-        (length, np.concatenate([seen, np.arange(end - length, end)]))
-        for length, end, seen in zip(lengths, ends, before, strict=True)
-        if length
-    ]
-    return Runs.gathered([length for length, _ in laid], [keys for _, keys in laid], device)
+    if not in_trunk.any():
+        return None, None
+    keys = np.where(in_trunk, rows, -1 - np.arange(len(rows)))
+    _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    if len(firsts) == len(rows):
+        return None, None
+    order = np.argsort(firsts)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return firsts[order], place[inverse]

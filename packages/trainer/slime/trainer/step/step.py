@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +23,15 @@ from slime.trainer.batching.packing import (
     check_teacher,
     loss_mask,
     pack,
-    prompt_digest,
 )
 from slime.trainer.batching.plan import assign, lengths_of
 from slime.trainer.batching.schedule import Lengths, MicroBatch, regroup
+from slime.trainer.batching.trunks import Prefixes
 from slime.trainer.debug.profiler import Profiler
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.checks import refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
+from slime.trainer.step.common_turns import compare
 from slime.trainer.step.critic import CriticStep
 from slime.trainer.step.dump import write_train_data
 from slime.trainer.step.loss import Loss, Sums
@@ -129,21 +132,23 @@ class TrainStep:
     def _read(self, plan: dict[str, Any], read: ReadSamples) -> list[Work]:
         """Reads this replica's share of every update, packed."""
         backend = self.backend
-        lengths = lengths_of(plan, share_prompts=backend.can_share_prompts)
-        shares, scored = self._assign(plan, lengths)
-        samples = self._samples(read, shares)
+        lengths, prefixes = lengths_of(plan, share_prompts=backend.can_share_prompts), None
+        assigned = first = self._assign(plan, lengths)
+        samples = self._samples(read, assigned, {})
         if lengths.prompts:
             # The prompts of a group are mostly equal; only the rank that has read them knows whether they are.
-            known = [p for p in lengths.shared() if p in samples] if backend.leads_replica else []
-            digests = {str(p): prompt_digest(samples[p]) for p in known}
-            found = {int(p): digest for of_rank in self.ranks.gather(digests) for p, digest in of_rank.items()}
-            other = lengths.split_prompts(found)
-            if other is not None:
-                lengths = other
-                shares, scored = self._assign(plan, lengths)
-                samples = self._samples(read, shares)
-            self._advise(lengths, shares)
-        return self.ranks.together(lambda: self._pack(plan, shares, scored, samples))
+            equal, prefixes = compare(plan, lengths, samples, backend, self.ranks)
+            if equal is not lengths:
+                lengths, assigned = equal, self._assign(plan, equal)
+            longer = prefixes.lengthen(lengths) if prefixes is not None else None
+            if prefixes is not None and longer is not None:
+                other, cost = self._assign(plan, longer), functools.partial(prefixes.cost, lengths=lengths)
+                if other.rows <= assigned.rows and other.tokens(cost) < assigned.tokens(cost):
+                    lengths, assigned = longer, other
+            if assigned is not first:
+                samples = self._samples(read, assigned, samples)
+            self._advise(lengths, assigned.shares)
+        return self.ranks.together(lambda: self._pack(plan, assigned, samples, prefixes))
 
     def _advise(self, lengths: Lengths, shares: list[list[MicroBatch]]) -> None:
         """Says once how much is computed again because micro-batches of a fixed size part the samples of a prompt."""
@@ -160,30 +165,32 @@ class TrainStep:
                 self.settings.micro_batch_size, computed / needed,
             )  # fmt: skip
 
-    def _assign(self, plan: dict[str, Any], lengths: Lengths) -> tuple[list[list[MicroBatch]], list[list[MicroBatch]]]:
-        """Assigns this replica's micro-batches of every update, and those of passes that only score, if they differ."""
+    def _assign(self, plan: dict[str, Any], lengths: Lengths) -> _Assigned:
         backend, limit = self.backend, self.settings.log_probs_max_tokens_per_gpu
-        shares, scored = [], []
+        updates, scored = [], []
         for number in range(len(plan["updates"])):
             every = assign(
                 plan, number, backend.replicas, self.settings, backend.hidden_size, backend.micro_batch_multiple,
                 lengths,
             )  # fmt: skip
-            shares.append(every[backend.replica])
+            updates.append(every)
             if limit is not None:
                 scored.append(regroup(every, lengths, limit, backend.micro_batch_multiple)[backend.replica])
-        return shares, scored
+        return _Assigned(updates, [every[backend.replica] for every in updates], scored)
 
-    def _samples(self, read: ReadSamples, shares: list[list[MicroBatch]]) -> dict[int, Sample]:
-        positions = [p for share in shares for micro_batch in share for p in micro_batch]
-        return dict(zip(positions, self._reader.read(read, positions), strict=True))
+    def _samples(self, read: ReadSamples, assigned: _Assigned, known: Mapping[int, Sample]) -> dict[int, Sample]:
+        """Returns the samples of this replica's micro-batches, and reads those that are not `known`. Collective."""
+        positions = [p for share in assigned.shares for micro_batch in share for p in micro_batch]
+        missing = [p for p in positions if p not in known]
+        found = {**known, **dict(zip(missing, self._reader.read(read, missing), strict=True))}
+        return {p: found[p] for p in positions}
 
     def _pack(
         self,
         plan: dict[str, Any],
-        shares: list[list[MicroBatch]],
-        scored: list[list[MicroBatch]],
+        assigned: _Assigned,
         samples: dict[int, Sample],
+        prefixes: Prefixes | None,
     ) -> list[Work]:
         s = self.settings
         needs_log_probs = s.reads_rollout_log_probs
@@ -204,24 +211,28 @@ class TrainStep:
                     "tokens", len(sample.array("tokens")), f"{expected} tokens, as planned (position {position})"
                 )
         works = []
-        for number, share in enumerate(shares):
-            batches = [self._pack_one(plan, micro_batch, samples) for micro_batch in share]
+        for number, share in enumerate(assigned.shares):
+            batches = [self._pack_one(plan, micro_batch, samples, prefixes) for micro_batch in share]
             passes = batches
-            if scored and s.compute_advantages_and_returns:
-                passes = [self._pack_one(plan, micro_batch, samples) for micro_batch in scored[number]]
+            if assigned.scored and s.compute_advantages_and_returns:
+                passes = [self._pack_one(plan, each, samples, prefixes) for each in assigned.scored[number]]
             of_update = {p: samples[p] for micro_batch in share for p in micro_batch}
             works.append(Work(batches, [None] * len(batches), passes, of_update))
         return works
 
-    def _pack_one(self, plan: dict[str, Any], positions: MicroBatch, samples: dict[int, Sample]) -> PackedBatch | None:
+    def _pack_one(
+        self, plan: dict[str, Any], positions: MicroBatch, samples: dict[int, Sample], prefixes: Prefixes | None
+    ) -> PackedBatch | None:
         if not positions:
             return None
+        trunks = prefixes.trunks(positions) if prefixes is not None else {}
         return pack(
             [samples[p] for p in positions],
             positions,
             [plan["rewards"][p] for p in positions],
             [plan["weights"][p] for p in positions],
             share_prompts=self.backend.can_share_prompts,
+            trunks=[trunks.get(p) for p in positions],
             gather=self._gathers_keys,
             multiple=self.backend.row_multiple,
             vision=self.backend.vision,
@@ -272,6 +283,24 @@ def _averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     return {name: sum(v) / len(v) for name, v in values.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assigned:
+    """Micro-batches. updates: [update][replica]; shares: of this replica, for each update; scored: those of its passes
+    that only score, if they differ."""
+
+    updates: list[list[list[MicroBatch]]]
+    shares: list[list[MicroBatch]]
+    scored: list[list[MicroBatch]]
+
+    @property
+    def rows(self) -> int:
+        """The number of forward passes of a replica, which all replicas have."""
+        return sum(len(replicas[0]) for replicas in self.updates)
+
+    def tokens(self, cost: Callable[[MicroBatch], float]) -> float:
+        return sum(cost(batch) for replicas in self.updates for share in replicas for batch in share)
 
 
 class _Clock:

@@ -1,6 +1,6 @@
 """Forward and backward passes over rows: eager, compiled, or replayed as CUDA graphs.
 
-Logits are made only where they are trained: J of a row's tokens.
+Logits are made only where they are trained: U of a row's tokens, each once for all samples that share it.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class Passes:
         return self._compiler is not None and not self._compiler.failed and batch.nuclei is None
 
     def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, [J]."""
+        """Returns log-probs and entropies, [U]."""
         assert self._fused is not None and self.rows is not None
         if not torch.is_grad_enabled() and StaticRows.takes(batch):
             return self.rows.scores(model, batch)
         return self._fused(self._logits(model, batch), batch.targets, self.settings.rollout_temperature)
 
     def outputs(self, batch: PackedBatch, logits: Tensor, entropy: str) -> Outputs:
-        """Returns log-probs of a row and, unless `entropy` is "none", its entropies, from logits [J, V]."""
+        """Returns log-probs of a row and, unless `entropy` is "none", its entropies, from logits [U, V]."""
         temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
         if batch.nuclei is None:
             log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
@@ -121,7 +121,7 @@ class Passes:
             else:
                 outputs = self.outputs(batch, logits, entropy)
             if with_logits:
-                outputs = dataclasses.replace(outputs, logits=logits)
+                outputs = dataclasses.replace(outputs, logits=batch.spread(logits))
             self._add_gradients([loss(number, batch, outputs) * scale])
         elif self.rows is not None and StaticRows.takes(batch):
             self.rows.forward_backward(model, number, batch, loss, entropy, scale)
@@ -155,7 +155,7 @@ class Passes:
             )
 
     def _logits(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """[J, V] at the tokens that predict trained ones."""
+        """[U, V] at the tokens that predict trained ones."""
         images: dict[str, object] = {}
         if batch.images:
             config: Any = model.config
@@ -192,7 +192,7 @@ class Passes:
 
 
 def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, runs: Runs, rows: Tensor, **images: object) -> Tensor:
-    """[J, V] at `rows`."""
+    """[U, V] at `rows`."""
     keeps = {"logits_to_keep": rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits = model(input_ids=tokens, position_ids=positions, runs=runs, use_cache=False, **keeps, **images).logits[0]
     return logits if keeps else logits[rows]

@@ -160,7 +160,7 @@ class MegatronBackend(Backend):
         }
         found = [reason for reason, applies in reasons.items() if applies]
         if found:
-            log.info("equal prompts are laid out once for each response: %s", found[0])
+            log.info("prompts and turns that samples have in common are laid out for each of them: %s", found[0])
         return not found
 
     def begin_update(self, step: int, update: int) -> None:

@@ -116,7 +116,8 @@ class Pipeline:
             else:
                 outputs = self._outputs(batch, row, logits, entropy)
             if with_logits:
-                outputs = dataclasses.replace(outputs, logits=self._scored(logits)[0][: len(batch.targets)])
+                columns = self._scored(logits)[0][: len(batch.targets)]
+                outputs = dataclasses.replace(outputs, logits=batch.spread(columns))
             value = loss(number, batch, outputs)
             if row.trained is not None and self._vocabulary.size() == 1:
                 return value * scale, None
@@ -209,10 +210,10 @@ class Pipeline:
 
     def _gather(self, batch: PackedBatch, row: RankRow, values: Tensor) -> Tensor:
         """[j] of this rank's part of the sequences -> [K] of all of it."""
-        whole = values.new_zeros(len(batch.mask))
+        whole = values.new_zeros(len(batch.targets))
         if row.trained is not None:
-            whole = whole.index_put((batch.trained[row.trained],), values)
-        return replicated_sum(whole, self._context) if self._context.size() > 1 else whole
+            whole = whole.index_put((row.trained,), values)
+        return batch.scatter(replicated_sum(whole, self._context) if self._context.size() > 1 else whole)
 
     def _from_last_stage(self, batches: Sequence[MaybeBatch], results: list[Any], numbers: int) -> list[Tensor | None]:
         """[numbers, K] of each micro-batch."""

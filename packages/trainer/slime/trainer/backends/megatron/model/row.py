@@ -1,6 +1,6 @@
 """A packed row as one rank of a model takes it in: sequences end to end (thd), cut for context parallelism.
 
-    L  tokens of the row that this rank holds        J  trained tokens of the row
+    L  tokens of the row that this rank holds        U  tokens of the row that are scored
     n  ranks of context parallelism
 
 Context parallelism cuts a sequence into 2n chunks; rank r holds chunks r and 2n-1-r, which balances causal attention.
@@ -28,7 +28,7 @@ class RankRow:
     tokens, positions, labels: [1, L] int64; has_label: [1, L] float32. A label is the next token of the sequence,
     where there is one.
 
-    predicting: [j] int64 into L, at least one; trained: [j] int64 into J, or None where this rank predicts nothing that
+    predicting: [j] int64 into L, at least one; trained: [j] int64 into U, or None where this rank predicts nothing that
     is trained.
     """
 
