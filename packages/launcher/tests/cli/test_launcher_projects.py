@@ -93,6 +93,12 @@ def test_a_project_replaces_nothing(kind: str, tmp_path: Path, capsys: pytest.Ca
     assert kept.read_text() == "mine" and not (place / "config.yaml").exists()
 
 
+def test_the_next_commands_of_a_project_fit_a_name_with_a_space(tmp_path: Path) -> None:
+    slime = [sys.executable, "-m", "slime.launcher.cli"]
+    done = subprocess.run([*slime, "init", "my project"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "  cd 'my project'\n" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_run_is_resumed_with_its_settings_from_the_newest_checkpoint(make_run: MakeRun) -> None:
     run = make_run("--lr", "0.5", "--run-name", "named", checkpoints=(19, 39))
     words = resumed(read_run(run), ["--watch"])

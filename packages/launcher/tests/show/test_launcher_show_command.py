@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_run_files import Row, make_run
+from launcher_run_files import Row, checked, make_run
 
 from slime.launcher.cli import main
 from slime.launcher.run_directory.state import recorded
+from slime.launcher.show.answers import Answers
+from slime.launcher.show.run_files import RunFiles
 
 
 def shift(rows: list[Row]) -> None:
@@ -60,6 +62,19 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
         "step 3, sample 0: does not train on response token 0",
     ):  # fmt: skip
         assert part in out, out
+
+
+def test_a_finding_names_a_sample_by_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def renumber(rows: list[Row]) -> None:
+        shift(rows)
+        for row in rows:
+            row["index"] += 4000
+
+    run = make_run(tmp_path / "run", fault=renumber)
+    assert main(["show", str(run), "--text"]) == 0
+    assert "step 3, sample 4000: does not train" in capsys.readouterr().out
+    # Its row leads to it on the page.
+    assert [(f["row"], f["index"]) for f in checked(Answers([RunFiles(run)]))["findings"]][:2] == [(0, 4000), (1, 4001)]
 
 
 @pytest.mark.parametrize(

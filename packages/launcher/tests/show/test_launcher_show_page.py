@@ -110,9 +110,12 @@ def test_charts(call: str, expected: Any) -> None:
 def test_the_phases_of_a_step_add_up_to_it() -> None:
     values = {"perf/step_time": [10, 4], "perf/rollout_time": [6, 3], "perf/train_time": [3, None]}
     assert evaluate("curves.js", f"M.phases({json.dumps(values)})") == [
-        {"name": "generate", "values": [6, 3]}, {"name": "train", "values": [3, None]},
-        {"name": "other", "values": [1, 1]},
+        {"name": "generate", "index": 0, "values": [6, 3]}, {"name": "train", "index": 2, "values": [3, None]},
+        {"name": "other", "index": 6, "values": [1, 1]},
     ]  # fmt: skip
+    # A run that saves has one phase more, and the others keep their colours.
+    saves = evaluate("curves.js", f"M.phases({json.dumps(values | {'perf/save_time': [1, 0]})})")
+    assert {each["name"]: each["index"] for each in saves} == {"generate": 0, "train": 2, "save": 3, "other": 6}
     # A run that generates ahead waits less than it generates.
     waits = values | {"perf/rollout_wait_time": [1, 1]}
     assert evaluate("curves.js", f"M.phases({json.dumps(waits)})")[0]["values"] == [1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import sys
 import urllib.error
 import urllib.request
@@ -86,7 +87,7 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
     model_path, _ = model_of(path, name=name)
     if not (model_path / "config.json").is_file():
         raise InvalidSetting(
-            f"MODEL {path}: {model_path} is a Megatron checkpoint; `slime export {path}` converts it",
+            f"MODEL {path}: {model_path} is a Megatron checkpoint; `slime export {shlex.quote(str(path))}` converts it",
             field="MODEL", value=text, expected="a Hugging Face directory",
         )  # fmt: skip
     check_model(name, model_path, tokenizer=True, weights=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -65,7 +66,8 @@ def main(command: str, argv: Sequence[str]) -> int:
     except SlimeError as error:
         print(f"slime: error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {directory}; next:\n  cd {directory}\n  slime train config.yaml --output-dir runs/first")
+    print(f"wrote {directory}; next:\n  cd {shlex.quote(str(directory))}")
+    print("  slime train config.yaml --output-dir runs/first")
     return 0
 
 

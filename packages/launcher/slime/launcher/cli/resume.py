@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
         why = f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
         raise InvalidSetting(
             f"RUN {run.path} has no checkpoint to continue from: {why}; to start it over: slime train "
-            f"{run.path / SETTINGS} --output-dir ANOTHER",
+            f"{shlex.quote(str(run.path / SETTINGS))} --output-dir ANOTHER",
             field="RUN", value=str(run.path), expected="a run with a checkpoint",
         )  # fmt: skip
     words = ["--config", str(run.path / SETTINGS), "--output-dir", str(run.path), "--load", str(run.checkpoints)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ class Report:
         self._print(f"metrics       {self.output_dir / 'metrics.jsonl'}")
         if self.log_samples:
             self._print(f"samples       {self.output_dir / SAMPLES}")
-        self._print(f"look at it    slime show {self.output_dir}")
+        self._print(f"look at it    slime show {shlex.quote(str(self.output_dir))}")
         if self._trains:
             self._print(f"trained model {self.output_dir / 'model'}")
             if self.next_command:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def _message(kind: str, step: int, metrics: Metrics, samples: Sequence[Sample], 
             f"  reward    {first.reward!r}",
         ]
     lines.append(
-        f"  more of them: slime show {where}; all of them: --dump-details DIR. "
+        f"  more of them: slime show {shlex.quote(str(where))}; all of them: --dump-details DIR. "
         "Check that the reward function understands such responses and labels."
     )
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ def check_unused(config: Run) -> None:
         directory = config.output_dir
         short = [path.relative_to(directory) if path.is_relative_to(directory) else path for path in found]
         names = ", ".join(map(str, short[:MAX_NAMES])) + (", ..." if len(found) > MAX_NAMES else "")
-        resume = f"--load {config.checkpoint_dir}, to resume it; "
+        resume = f"--load {shlex.quote(str(config.checkpoint_dir))}, to resume it; "
         expected = f"{resume if checkpoints.steps(config.checkpoint_dir) else ''}another --output-dir; or --overwrite"
         raise InvalidSetting(
             f"--output-dir {config.output_dir}: an earlier run left {names}; use {expected}",

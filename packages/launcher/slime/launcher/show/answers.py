@@ -285,7 +285,8 @@ class Answers:
             from slime.launcher.show.regrade import regrade
 
             found += regrade(rows, run.settings)
-        return found
+        # A row's number says where it lies in its file, and the index is what the samples view and the texts name.
+        return [replace(finding, index=rows[finding.row]["index"]) for finding in found]
 
     def _run(self, query: Query) -> RunFiles:
         number = _number(query, "run", 0)

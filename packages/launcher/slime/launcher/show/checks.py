@@ -59,11 +59,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class SampleFinding:
-    """A fault that a check found in a sample. row: the sample's row in its file."""
+    """A fault that a check found in a sample.
+
+    row: the sample's row in its file. index: its number in the run, by which views and texts name it.
+    """
 
     check: str
     row: int
     text: str
+    index: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

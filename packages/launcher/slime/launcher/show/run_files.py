@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ class RunFiles:
             if path.exists():
                 found = f"it has none of {', '.join(MARKS)}" if path.is_dir() else "it is not a directory"
             if path.is_dir() and find_runs(path):
-                found += f"; slime runs {path} lists the runs below it"
+                found += f"; slime runs {shlex.quote(str(path))} lists the runs below it"
             raise InvalidSetting(
                 f"{path}: not the directory of a run: {found}", field="RUN", value=str(path), expected="a run"
             )

@@ -54,7 +54,8 @@ def _checks(answers: Answers, number: int) -> Iterator[str]:
         yield f"  {check['title']:<15} {check['count'] or 'nothing'} found"
         for finding in [f for f in answer["findings"] if f["check"] == check["check"]][:3]:
             kind = "evaluation after step" if finding["eval"] else "step"
-            yield f"    {kind} {finding['step']}, sample {finding['row']}: {finding['text']}"
+            sample = "a row" if finding["index"] is None else f"sample {finding['index']}"
+            yield f"    {kind} {finding['step']}, {sample}: {finding['text']}"
 
 
 def _samples(answers: Answers, number: int, step: int | None) -> Iterator[str]:

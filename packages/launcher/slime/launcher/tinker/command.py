@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -168,7 +169,11 @@ async def _serve(
         address = f"{LOCALHOST}:{listener.getsockname()[1]}"
         print(f"export TINKER_BASE_URL=http://{address}")
         path = publish(address, key) if user_key is None else None
-        print(f"export {VARIABLE}=$(cat {path})" if path is not None else f"# {VARIABLE}: as it was given")
+        print(
+            f"export {VARIABLE}=$(cat {shlex.quote(str(path))})"
+            if path is not None
+            else f"# {VARIABLE}: as it was given"
+        )
         print(f"# base_model={json.dumps(served.names[0])}; checkpoints are below {served.store.root}", flush=True)
         try:
             await stopped.wait()

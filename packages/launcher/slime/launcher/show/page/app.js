@@ -106,7 +106,7 @@
     const answer = state.checks[run.number];
     if (!answer) return [];
     const findings = (check) => answer.findings.filter((each) => each.check === check);
-    const link = (each) => element("a", { href: Data.address("samples", { run: run.number, kind: each.eval ? "eval" : "train", step: each.step, row: each.row, start: Math.floor(each.row / 64) * 64 }) }, `step ${each.step}, sample ${each.row}`);
+    const link = (each) => element("a", { href: Data.address("samples", { run: run.number, kind: each.eval ? "eval" : "train", step: each.step, row: each.row, start: Math.floor(each.row / 64) * 64 }) }, `step ${each.step}, ${each.index === null ? "a row" : `sample ${each.index}`}`);
     return [state.runs.length > 1 ? element("h2", {}, run.name) : null,
       element("p", { class: "muted" }, `${answer.checked} of ${answer.files} steps and evaluations with samples are checked.`),
       answer.checks.map((each) => element("section", { class: "card" }, element("h3", {}, each.title, element("span", { class: `badge ${each.count ? "bad" : "good"}` }, each.count ? `${each.count} found` : "nothing found")),

@@ -14,18 +14,18 @@ const Curves = (() => {
     ["Staleness", "rollout/staleness"], ["Tokens per second", "perf/tokens_per_second"],
   ];
 
-  // The phases of each step and the rest of it: [{name, values}].
+  // The phases of each step and the rest of it: [{name, index, values}]. A phase has the same colour in every run.
   function phases(values) {
     const total = values["perf/step_time"], found = [];
     if (!total) return found;
     const rest = total.map((value) => value || 0);
-    for (const [name, ...keys] of PHASES) {
+    PHASES.forEach(([name, ...keys], index) => {
       const key = keys.find((each) => values[each]);
-      if (!key) continue;
-      found.push({ name, values: values[key] });
+      if (!key) return;
+      found.push({ name, index, values: values[key] });
       values[key].forEach((value, i) => { rest[i] -= value || 0; });
-    }
-    found.push({ name: "other", values: rest.map((value) => Math.max(0, value)) });
+    });
+    found.push({ name: "other", index: PHASES.length, values: rest.map((value) => Math.max(0, value)) });
     return found;
   }
 
@@ -39,7 +39,7 @@ const Curves = (() => {
 
   function phaseSeries(state, run) {
     const curves = state.curves[run.number];
-    return curves ? phases(curves.values).map((each, index) => ({ ...each, steps: curves.steps, index })) : [];
+    return curves ? phases(curves.values).map((each) => ({ ...each, steps: curves.steps })) : [];
   }
 
   function evaluationSeries(state, set) {
