@@ -161,6 +161,15 @@ def test_a_dry_run_says_that_the_model_has_no_weights_and_a_run_is_refused(
     assert "no .safetensors files" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "content"), [("p.json", b'[{"input": "x"}, '), ("p.parquet", b"PAR1")])
+def test_a_damaged_file_is_to_be_repaired_and_not_a_row_of_it(
+    words: list[str], name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["train", *words, "--prompt-data", str(tmp_path / name), "--dry-run"]) == 2
+    assert capsys.readouterr().err.endswith("; repair the file, or write it again\n")
+
+
 def test_a_dry_run_says_how_many_rows_it_read_and_a_run_reads_all(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

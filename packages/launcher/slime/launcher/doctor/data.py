@@ -131,7 +131,7 @@ def _file(
                     f"{path}, {where}: no label, and the reward {reward} compares with it", field=NO_LABEL
                 )
     except ConfigError as error:
-        yield fail(f"{flag}: {error}", _todo(error.field, columns))
+        yield fail(f"{flag}: {error}", _todo(error, columns))
         return
     if not count:
         yield fail(f"{flag} {source}: no rows", "name a file, or a slice of one, that has some")
@@ -198,7 +198,9 @@ def _template_fault(args: Mapping[str, Any]) -> str | None:
     return chat_template_fault(directory)
 
 
-def _todo(field: str, columns: Columns) -> str:
+def _todo(error: ConfigError, columns: Columns) -> str:
+    """Returns what to do about an error in the data of a run."""
+    field = error.field
     if field == NO_LABEL and columns.label is None:
         return "--label-key names the column of the label"
     if field == columns.input:
@@ -207,4 +209,5 @@ def _todo(field: str, columns: Columns) -> str:
         return "--label-key names the column of the label; leave it out where there is none"
     if field == columns.metadata:
         return "--metadata-key names a column of objects"
-    return "fix or remove that row"
+    # An error without a field is of the whole file.
+    return "fix or remove that row" if field else "repair the file, or write it again"
