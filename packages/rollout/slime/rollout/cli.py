@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import parse_address
-from slime.types.errors import ConfigError, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.programs import command_list, run_printing, wrong_command
 from slime.types.rpc import RpcSettings
 from slime.types.settings import REQUIRED, parse, setting
+
+if TYPE_CHECKING:
+    from slime.rollout.adapters.openai_server import OpenAIAddress
 
 COMMANDS = {
     "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",
@@ -54,6 +58,16 @@ class GenerateSettings:
     input_key: str = setting("input", "Key of the prompt: text, or a list of chat messages")
     label_key: str = setting("label", "Key of the label")
     metadata_key: str = setting("metadata", "Key of the metadata object")
+    openai_url: str | None = setting(
+        None,
+        "Base URL of a server with OpenAI's protocol, such as http://HOST:PORT/v1, which answers in place of engines; "
+        "its samples have no log-probs. --hf-checkpoint then needs no weights",
+        metavar="URL",
+    )
+    openai_model: str | None = setting(None, "Name of the model at --openai-url", metavar="NAME")
+    openai_api_key_file: str | None = setting(
+        None, "File with the key for --openai-url (default: the variable OPENAI_API_KEY)", metavar="FILE"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,6 +134,7 @@ def _generate(argv: Sequence[str]) -> int:
     )
     from slime.rollout.generate.offline import generate_file
 
+    server = _server(files)
     metrics = generate_file(
         settings,
         Path(files.prompts),
@@ -128,9 +143,23 @@ def _generate(argv: Sequence[str]) -> int:
         label_key=files.label_key,
         metadata_key=files.metadata_key,
         overwrite=files.overwrite,
+        server=server,
     )
     print(json.dumps(metrics, indent=2))
     return 0
+
+
+def _server(files: GenerateSettings) -> OpenAIAddress | None:
+    if files.openai_url is not None and files.openai_model is not None:
+        from slime.rollout.adapters.openai_server import OpenAIAddress
+
+        return OpenAIAddress(files.openai_url, files.openai_model, files.openai_api_key_file)
+    if files.openai_url is not None:
+        raise InvalidSetting.requires("--openai-url", "--openai-model NAME")
+    for flag, value in (("--openai-model", files.openai_model), ("--openai-api-key-file", files.openai_api_key_file)):
+        if value is not None:
+            raise InvalidSetting.requires(flag, "--openai-url URL")
+    return None
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.adapters.openai_server import FLAG, LOST, OpenAIAddress, OpenAIServer, check_settings
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import run_iteration
 from slime.rollout.generate.output_file import KeptGroups, ProgressLine, check_output
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
+from slime.rollout.plugins import CustomGenerate
 from slime.rollout.prompts.tokenizer import has_chat_template
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import MemorySource
@@ -57,21 +59,25 @@ def generate_file(
     label_key: str = "label",
     metadata_key: str = "metadata",
     overwrite: bool = False,
+    server: OpenAIAddress | None = None,
 ) -> dict[str, float]:
     """Writes one sample per line or row, in the order of the prompts; returns the metrics of all of them.
 
     Groups are kept in `output`.part as they complete, and a command that was ended goes on from there.
+    server: answers in place of engines.
     Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
     Raises InvalidFile naming the line of a broken prompt; InvalidSetting for an `output` that cannot be a file
     or, without `overwrite`, is a file that is not empty.
     """
     check_output(output, overwrite)
+    if server is not None:
+        check_settings(settings)
     rows = read_prompts(prompts, input_key, label_key, metadata_key)
     if settings.apply_chat_template or any(isinstance(row["prompt"], list) for row in rows):
         _check_template(settings, prompts)
-    kept = KeptGroups(output, _identity(settings, rows), overwrite=overwrite)
+    kept = KeptGroups(output, _identity(settings, rows, server), overwrite=overwrite)
     try:
-        return _generate(settings, rows, kept)
+        return _generate(settings, rows, kept, server)
     except BaseException:
         if kept.groups and kept.path.exists():
             text = f"{len(kept.groups)} of {counted(len(rows), 'prompt')} answered, in {kept.path}: the same command"
@@ -81,15 +87,25 @@ def generate_file(
         kept.close()
 
 
-def _identity(settings: RolloutSettings, rows: list[dict[str, Any]]) -> str:
+def _identity(settings: RolloutSettings, rows: list[dict[str, Any]], server: OpenAIAddress | None) -> str:
     asked = {name: getattr(settings, name, None) for name in IDENTIFYING}
+    if server is not None:
+        asked["openai_model"] = server.model
     return hashlib.sha256(json.dumps([asked, rows], sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _generate(settings: RolloutSettings, rows: list[dict[str, Any]], kept: KeptGroups) -> dict[str, float]:
-    state = open_state(settings)
+def _generate(
+    settings: RolloutSettings, rows: list[dict[str, Any]], kept: KeptGroups, server: OpenAIAddress | None
+) -> dict[str, float]:
+    state = open_state(settings, hosted=None if server is None else [])
+    client = None if server is None else OpenAIServer(server, float(settings.sglang_router_request_timeout_secs))
     before = CALL.set(None)
     try:
+        if client is not None:
+            state.plugins.generate = CustomGenerate(client.generate, FLAG)
+            # The note says so, of all samples.
+            state.warned_of_text = True
+            print(LOST, file=sys.stderr)
         source = _PromptsOfFile(rows, settings.n_samples_per_prompt, kept)
         fitting = [group for group in source.get_samples(len(rows)) if _fits(state, group[0])]
         left = [group for group in fitting if group[0].group_index not in kept.groups]
@@ -109,6 +125,8 @@ def _generate(settings: RolloutSettings, rows: list[dict[str, Any]], kept: KeptG
         return metrics | {"rollout/prompt_too_long": float(len(rows) - len(fitting))}
     finally:
         CALL.reset(before)
+        if client is not None:
+            state.loop.run(client.close())
         close_state(state)
 
 
