@@ -14,7 +14,7 @@ from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.http import EngineHTTP
 from slime.types.errors import EngineError
 
-ANSWER = b'{"text": "a", "output_ids": [1], "meta_info": {"completion_tokens": 1}}'
+ANSWER = b'{"text": "a", "output_ids": [1], "meta_info": {"completion_tokens": 1, "finish_reason": {"type": "stop"}}}'
 
 
 class LossyEngine:

@@ -19,7 +19,7 @@ from slime.rollout.chat.answers import AnswerReader
 from slime.rollout.chat.messages import clean
 from slime.rollout.chat.request import Answer, Generated, ModelRequest
 from slime.rollout.doors import Workers
-from slime.rollout.fleet.fleet import INTERRUPTED
+from slime.rollout.fleet.fleet import GOES_ON
 from slime.rollout.generate.seeds import sampling_seed
 from slime.rollout.generate.state import RolloutState
 from slime.types.errors import EngineError, InvalidField, NotFound, Unavailable, WrongState
@@ -127,12 +127,12 @@ class SessionBackend:
                 output = await self._ask(turn, params, on_part)
                 _append(turn, output)
                 left = params["max_new_tokens"] - len(turn.completion_ids)
-                if turn.finish_reason != INTERRUPTED:
+                if turn.finish_reason not in GOES_ON:
                     break
                 if left <= 0:
                     turn.meta = {**turn.meta, "finish_reason": {"type": "length"}}
                     break
-                # A weight update interrupted it; the new weights continue from the tokens so far.
+                # A weight update interrupted it, or its engine was lost: it continues from the tokens so far.
                 turn.earlier.append((len(_pairs(output)), turn.meta))
         finally:
             session.generation_seconds += time.monotonic() - started

@@ -17,7 +17,7 @@ class Turn:
     prompt_ids: token ids sent to the engine. completion_ids, log_probs: one token id and one log-prob for each token
     that it generated. meta: the engine's `meta_info`. text: the decoded completion. messages: the conversation, with
     the answer as its last message; empty for a turn of plain text. tools, arguments: of the chat template.
-    earlier: for an answer that weight updates interrupted, the number of tokens and the meta of each part but the last.
+    earlier: for an answer that was interrupted, the number of tokens and the meta of each part but the last.
     """
 
     prompt_ids: list[int]

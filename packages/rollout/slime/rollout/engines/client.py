@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from slime.rollout.engines.http import EngineHTTP
+from slime.rollout.engines.streams import StreamedAnswers
 from slime.types.errors import EngineError
 
 JSON = dict[str, Any]
@@ -38,11 +40,13 @@ class EngineClient(EngineHTTP):
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
         on_output: Callable[[JSON], None] | None = None,
+        streamed: StreamedAnswers | None = None,
         **extra: Any,
     ) -> Any:
         """Returns the response to one prompt, or a list of responses to a list of prompts.
 
-        on_output: called while the response to a single prompt grows, with all tokens so far.
+        on_output: called while the response to a single prompt grows, with all tokens so far. streamed: collects the
+        responses while they grow, and has what had arrived if the engine is lost.
 
         A response: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens",
         "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}. Without a tokenizer in the
@@ -52,10 +56,24 @@ class EngineClient(EngineHTTP):
         body |= {k: v for k, v in (("input_ids", input_ids), ("text", text), ("rid", rid)) if v is not None}
         timeout = timeout_seconds or self.generate_timeout_seconds
         if on_output is not None:
+            streamed = StreamedAnswers(1, on_output)
+        if streamed is not None:
             body["stream"] = True
-            output = await self.follow("/generate", body, on_output, headers=headers, timeout_seconds=timeout)
-            return _whole(output, self.name)
+            await self._stream(body, streamed, headers, timeout)
+            outputs = streamed.outputs()
+            return outputs if _is_list(text if input_ids is None else input_ids) else outputs[0]
         return await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=True)
+
+    async def _stream(
+        self, body: JSON, streamed: StreamedAnswers, headers: Mapping[str, str] | None, timeout_seconds: float
+    ) -> None:
+        add = partial(streamed.add, engine=self.name)
+        await self.follow("/generate", body, add, headers=headers, timeout_seconds=timeout_seconds)
+        if not streamed.complete:
+            raise EngineError(
+                f"engine {self.name} at {self.url} is gone (POST /generate: the stream ended before its answers)",
+                field=self.name,
+            )
 
     async def chat(self, body: Mapping[str, Any], timeout_seconds: float | None = None) -> JSON:
         """Posts to /v1/chat/completions."""
@@ -208,14 +226,6 @@ class EngineClient(EngineHTTP):
         await self.close()
 
 
-def _whole(output: JSON, name: str) -> JSON:
-    """Returns `output`. Raises EngineError if it lacks tokens because the engine streams each token only once
-    (--sglang-incremental-streaming-output)."""
-    meta = output.get("meta_info") or {}
-    pairs = meta.get("output_token_logprobs")
-    if pairs is not None and len(pairs) < meta.get("completion_tokens", 0):
-        raise EngineError(
-            f"engine {name} streams {len(pairs)} of {meta['completion_tokens']} tokens at the end of an answer",
-            field=name, expected="all of them: no --sglang-incremental-streaming-output",
-        )  # fmt: skip
-    return output
+def _is_list(prompts: Any) -> bool:
+    """Returns whether a request is of a list of prompts, token ids or texts."""
+    return isinstance(prompts, Sequence) and not isinstance(prompts, str) and not isinstance(prompts[0], int)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from slime.rollout.engines.keys import bearer
+from slime.rollout.engines.streams import refusal
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError, Unauthenticated
 
 log = logging.getLogger(__name__)
@@ -122,17 +123,16 @@ class EngineHTTP:
         *,
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float,
-    ) -> Any:
-        """Returns the last of the server-sent events with which a POST is answered. If its connection is lost before
-        the first event, the POST is sent again.
+    ) -> None:
+        """Calls `on_event` with each of the server-sent events with which a POST is answered, up to [DONE]. If its
+        connection is lost before the first event, the POST is sent again.
 
-        on_event: called with each event, but only with the last of several that arrive together, because each event
-        contains the ones before it.
+        Events that are refusals raise the errors of `EngineHTTP`.
         """
-        last: Any = None
+        begun = False
 
         async def send() -> None:
-            nonlocal last
+            nonlocal begun
             timeout = aiohttp.ClientTimeout(total=timeout_seconds)
             async with self._opened().post(self.url + path, json=body, headers=headers, timeout=timeout) as response:
                 if response.status >= 400:
@@ -140,19 +140,19 @@ class EngineHTTP:
                 rest = b""
                 async for received in response.content.iter_any():
                     whole, end, rest = (rest + received).rpartition(b"\n\n")
-                    events = [each for each in whole.split(b"\n\n") if each.startswith(b"data: {")] if end else []
-                    if events:
-                        text = events[-1].removeprefix(b"data: ")
-                        last = parsed(text)
-                        if "error" in last:
-                            raise self._refusal("POST", path, 500, text)
-                        on_event(last)
+                    for each in whole.split(b"\n\n") if end else ():
+                        if each.startswith(b"data: {"):
+                            begun = True
+                            event = parsed(each.removeprefix(b"data: "))
+                            if (refused := refusal(event)) is not None:
+                                status, detail = refused
+                                raise self._refusal("POST", path, status, json.dumps(detail).encode())
+                            on_event(event)
 
         with self._explained("POST", path, timeout_seconds):
-            await self._repeated(send, lambda: last is None)
-        if last is None:
+            await self._repeated(send, lambda: not begun)
+        if not begun:
             raise EngineError(f"engine {self.name} answered POST {path} with no event", field=self.name, value=path)
-        return last
 
     async def _repeated(self, send: Callable[[], Awaitable[T]], may_repeat: Callable[[], bool] = lambda: True) -> T:
         session = self._opened()

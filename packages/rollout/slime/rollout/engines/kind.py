@@ -29,14 +29,16 @@ class Abilities:
     """Abilities of one running engine; None where it does not report them.
 
     seeded: sampling follows `sampling_seed`. memory_saver: its GPU memory can be released. keeps_weights: releasing
-    does not lose the weights. returns_experts: answers can hold the experts of each token. tp_size: the number of its
-    tensor-parallel ranks.
+    does not lose the weights. returns_experts: answers can hold the experts of each token. increments: a
+    stream holds each token only once, at least if the request asks for it. tp_size: the number of its tensor-parallel
+    ranks.
     """
 
     seeded: bool | None = None
     memory_saver: bool | None = None
     keeps_weights: bool | None = None
     returns_experts: bool | None = None
+    increments: bool | None = None
     tp_size: int = 1
 
 
@@ -84,6 +86,8 @@ class EngineKind(abc.ABC):
     own_settings: settings of the run that no other kind reads, each with the flag of the other kinds, "" for none.
     image_models: values of model_type in config.json whose images it reads; None: all that the project supports.
     aborts_before_stop: whether it stops only after its requests have ended.
+    stream_interval: the default of `--rollout-stream-interval` for an engine with `increments`.
+    increments: fields of a request that ask an engine with this ability for them.
     returns_nuclei: whether its answers can hold the token ids that top-p and top-k left, which training needs.
     fixes: for each ability that a running engine may lack, the flag of its server that turns it on.
     """
@@ -98,6 +102,8 @@ class EngineKind(abc.ABC):
     own_settings: ClassVar[Mapping[str, str]] = {}
     image_models: ClassVar[frozenset[str] | None] = None
     aborts_before_stop: ClassVar[bool] = False
+    stream_interval: ClassVar[int] = 0
+    increments: ClassVar[Mapping[str, Any]] = {}
     returns_nuclei: ClassVar[bool] = False
     fixes: ClassVar[Mapping[str, str]] = {}
 

@@ -1,6 +1,7 @@
 """The engines of a rollout service as a whole: sends them requests, and ends requests early.
 
-Requests in flight at an engine that is lost are sent again, to other engines or to its successor (see `watched.py`).
+Requests in flight at an engine that is lost go on at other engines or at its successor (see `watched.py`), from the
+tokens that the engine had streamed; without any they are sent again.
 Coroutines run on the fleet's event loop, but `generate` and `abort` may be awaited on any loop.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RunningEngine
+from slime.rollout.engines.streams import StreamedAnswers
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.rollout.fleet.watched import FleetOptions, WatchedEngines
@@ -22,8 +24,9 @@ from slime.types.errors import DeadlineExceeded, EngineError, counted
 
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
-# The finish reason of a request that a weight update ended: it continues afterwards from the tokens that it has.
-INTERRUPTED = "interrupted"
+# The finish reasons of requests that continue from the tokens that they have: those that a weight update ended, and
+# those whose engine was lost.
+INTERRUPTED, LOST = GOES_ON = ("interrupted", "lost")
 INTERRUPT_AGAIN_SECONDS = 1.0
 
 
@@ -50,6 +53,8 @@ class Fleet(WatchedEngines):
         images: data URIs of each sequence, which holds one placeholder token per image. session_id: requests of one
         session go to the same engine. member: the engine to use, in place of the router's choice. on_output: called on
         the fleet's loop with each partial answer; the request must then be of a single sequence.
+
+        Where a finish reason is one of `GOES_ON`, the caller has to send a request for the rest.
 
         Raises EngineError when the engine dies, fails, or answers with another number of sequences; InvalidField when
         it refuses the request.
@@ -79,14 +84,7 @@ class Fleet(WatchedEngines):
         if self.options.routed_experts:
             extra["return_routed_experts"] = True
         outputs: Any = None
-        answered = begun = False
-
-        def pass_on(output: Any) -> None:
-            nonlocal begun
-            begun = True
-            assert on_output is not None
-            on_output(output)
-
+        answered = False
         try:
             while not answered:
                 async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
@@ -94,30 +92,18 @@ class Fleet(WatchedEngines):
                     engine = chosen.engine
                     if self.options.nuclei and chosen.kind.returns_nuclei:
                         extra["return_top_p_token_ids"] = True
+                    streamed, params, streaming = self._stream(chosen, sampling_params, on_output)
                     try:
-                        if on_output is None:
-                            outputs = await chosen.client.generate(
-                                input_ids, sampling_params, rid=rids, return_logprob=True, headers=headers, **extra
-                            )
-                        else:
-                            (ids,), (params,), rid = input_ids, sampling_params, rids[0] if rids else None
-                            output = await chosen.client.generate(
-                                ids,
-                                params,
-                                rid=rid,
-                                return_logprob=True,
-                                headers=headers,
-                                on_output=pass_on,
-                                **extra,
-                            )
-                            outputs = [output]
+                        outputs = await chosen.client.generate(
+                            input_ids, params, rid=rids, return_logprob=True, headers=headers, streamed=streamed,
+                            **extra, **streaming,
+                        )  # fmt: skip
                         answered = True
                     except EngineError as error:
-                        # Returns only where the engine is lost: the whole request is then sent again.
+                        # Returns only where the engine is lost.
                         await self.explain(chosen, engine, error)
-                        if begun:
-                            # The caller has already passed on tokens, and another attempt may sample different ones.
-                            raise
+                        if streamed is not None and streamed.begun:
+                            return streamed.kept(keys, LOST)
                     finally:
                         for key in keys:
                             self._sent.pop(key, None)
@@ -133,6 +119,21 @@ class Fleet(WatchedEngines):
                 value=count,
             )
         return outputs
+
+    def _stream(
+        self, member: Member, sampling_params: list[dict[str, Any]], on_output: OnOutput | None
+    ) -> tuple[StreamedAnswers | None, list[dict[str, Any]], Mapping[str, Any]]:
+        """Returns the collector of a streamed request, None if it is not streamed; its sampling parameters and further
+        fields."""
+        interval = self.options.stream_interval
+        if interval is None:
+            interval = member.kind.stream_interval if member.abilities.increments else 0
+        if not interval and on_output is None:
+            return None, sampling_params, {}
+        if on_output is None:
+            sampling_params = [params | {"stream_interval": interval} for params in sampling_params]
+        fields = member.kind.increments if member.abilities.increments else {}
+        return StreamedAnswers(len(sampling_params), on_output), sampling_params, fields
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
         """Ends the requests with these ids early, or all requests. Their answers have the finish reason "abort"."""

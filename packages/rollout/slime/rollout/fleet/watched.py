@@ -41,7 +41,8 @@ class FleetOptions:
 
     concurrency: samples in flight per engine. routed_experts: whether answers hold the experts chosen for each token.
     nuclei: whether answers hold the token ids that top-p and top-k left to sample from, where the engine can return
-    them. restarts: None makes the whole fleet fail with its first lost engine.
+    them. stream_interval: tokens after which engines hand over what they have; 0: only whole answers; None: the default
+    of each engine's kind. restarts: None makes the whole fleet fail with its first lost engine.
     """
 
     concurrency: int = 512
@@ -51,6 +52,7 @@ class FleetOptions:
     health_first_wait: float = 0.0
     routed_experts: bool = False
     nuclei: bool = False
+    stream_interval: int | None = None
     restarts: RestartLimits | None = None
 
 
@@ -191,7 +193,7 @@ class WatchedEngines:
         self.router.take_out(member, awaited=True)
         reason = await asyncio.to_thread(_death, member, error)
         log.error(
-            "engine %s is lost and is being started again; its requests in flight (%s) are sent again. In rotation: "
+            "engine %s is lost and is being started again; its requests in flight (%s) go on elsewhere. In rotation: "
             "%s. Reason: %s",
             member.name, counted(in_flight, "sample"),
             ", ".join(other.name for other in self.router.in_rotation) or "none", reason.message,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.calls.call import CALL
-from slime.rollout.fleet.fleet import INTERRUPTED
+from slime.rollout.engines.streams import first_tokens
+from slime.rollout.fleet.fleet import GOES_ON
 from slime.rollout.fleet.member import Member
 from slime.rollout.generate.responses import trim
 from slime.rollout.generate.seeds import SEEDS, sampling_seed
@@ -35,7 +36,7 @@ class Request:
     # of prompt and images.
     images: list[str] = field(default_factory=list)
     num_prompt_tokens: int | None = None
-    # (tokens, characters) of the response when the request was first sent; None until a weight update interrupts it.
+    # (tokens, characters) of the response when the request was first sent; None until it is interrupted.
     begun: tuple[int, int] | None = None
 
 
@@ -103,7 +104,7 @@ async def send(
 ) -> None:
     """Sends `requests` in one call of /generate and appends the answers to their samples.
 
-    Requests that a weight update interrupts are sent again for the rest of their responses.
+    Requests that a weight update or the loss of an engine interrupts are sent again for the rest of their responses.
     """
     with_images = [request for request in requests if request.images]
     if 0 < len(with_images) < len(requests):
@@ -116,13 +117,13 @@ async def send(
         outputs = await _send_once(state, left, session_id, member)
         interrupted = []
         for request, output in zip(left, outputs, strict=True):
+            _check_prompt(request, output)
+            _mask_older(state, request, output)
+            if _reason(output) in GOES_ON:
+                interrupted.append(_go_on(state, request, output))
+                continue
             if "text" not in output:
                 output["text"] = response_text(state, request, output)
-            _check_prompt(request, output)
-            if _reason(output) == INTERRUPTED:
-                rest = _go_on(state, request, output)
-                interrupted += [] if rest is None else [rest]
-                continue
             append_output(state.args, request.sample, output)
             if request.begun is not None:
                 _join_texts(state, request)
@@ -156,34 +157,56 @@ def _reason(output: dict[str, Any]) -> Any:
     return reason.get("type") if isinstance(reason, dict) else reason
 
 
-def _go_on(state: RolloutState, request: Request, output: dict[str, Any]) -> Request | None:
-    """Appends the tokens generated before a weight update; returns the request for the rest, if there is one."""
-    sample, meta = request.sample, output["meta_info"]
-    tokens = [item[1] for item in meta["output_token_logprobs"]]
+def _go_on(state: RolloutState, request: Request, output: dict[str, Any]) -> Request:
+    """Appends the tokens of an interrupted request, and returns the request for the rest."""
+    sample = request.sample
+    output = first_tokens(output, _num_kept(state, request, output))
     begun = request.begun or (sample.response_length, len(sample.response))
-    if tokens:
-        sample.append_response_tokens(
-            state.args,
-            tokens=tokens,
-            log_probs=[item[0] for item in meta["output_token_logprobs"]],
-            meta_info=meta,
-            text=output.get("text", ""),
-        )
-    budget = request.sampling_params["max_new_tokens"] - len(tokens)
-    if budget <= 0:
-        sample.status = Sample.Status.TRUNCATED
-        return None
-    if state.args.mask_offpolicy_in_partial_rollout and sample.response_length:
-        sample.loss_mask = np.zeros(sample.response_length, np.uint8)  # type: ignore[assignment]
+    if tokens := output["output_ids"]:
+        # `_join_texts` adds the text.
+        append_tokens(state.args, sample, output)
+    params = dict(request.sampling_params)
+    for limit in ("max_new_tokens", "min_new_tokens"):
+        if params.get(limit) is not None:
+            params[limit] = max(0, params[limit] - len(tokens))
     counted = request.num_prompt_tokens
     return replace(
         request,
         input_ids=[*request.input_ids, *tokens],
-        sampling_params=request.sampling_params | {"max_new_tokens": budget},
+        sampling_params=params,
         rid=uuid.uuid4().hex,
         num_prompt_tokens=None if counted is None else counted + len(tokens),
         begun=begun,
     )
+
+
+def _num_kept(state: RolloutState, request: Request, output: dict[str, Any]) -> int:
+    """Returns the number of tokens from which an interrupted request continues.
+
+    At least one is left to generate. Tokens that may begin a stop string are left out: the engine looks for one only in
+    what it generates itself.
+    """
+    tokens = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+    kept = min(len(tokens), int(request.sampling_params["max_new_tokens"]) - 1)
+    stops = request.sampling_params.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    # A token has at least one byte.
+    longest = max((len(stop.encode()) for stop in stops), default=0)
+    beginnings = tuple(stop[:length] for stop in stops for length in range(1, len(stop)))
+    while kept and beginnings:
+        tail = state.tokenizer.decode(tokens[max(0, kept - longest) : kept], skip_special_tokens=False)
+        if not str(tail).endswith(beginnings):
+            break
+        kept -= 1
+    return kept
+
+
+def _mask_older(state: RolloutState, request: Request, output: dict[str, Any]) -> None:
+    """Masks the tokens so far under --mask-offpolicy-in-partial-rollout, where other weights continue them."""
+    sample, version = request.sample, (output.get("meta_info") or {}).get("weight_version")
+    if state.args.mask_offpolicy_in_partial_rollout and request.begun is not None and version is not None:
+        if sample.spans and sample.spans[-1].weight_version != str(version):
+            sample.loss_mask = np.zeros(sample.response_length, np.uint8)  # type: ignore[assignment]
 
 
 def _join_texts(state: RolloutState, request: Request) -> None:
@@ -228,19 +251,24 @@ def append_output(args: RolloutArgs, sample: Sample, output: dict[str, Any]) -> 
             "an engine answered without meta_info.routed_experts, which --use-rollout-routing-replay requires",
             field="routed_experts",
         )
-    sample.append_response_tokens(
-        args,
-        tokens=[item[1] for item in logprobs],
-        log_probs=[item[0] for item in logprobs],
-        meta_info=meta,
-        text=output.get("text", ""),
-    )
+    append_tokens(args, sample, output)
     if sample.status is Sample.Status.PENDING:
         reason = meta.get("finish_reason")
         raise EngineError(
             f"an engine ended a request with the finish_reason {reason!r}, expected stop, length or abort",
             field="finish_reason", value=reason, expected="stop, length or abort",
         )  # fmt: skip
+
+
+def append_tokens(args: RolloutArgs, sample: Sample, output: dict[str, Any]) -> None:
+    meta = output["meta_info"]
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in meta["output_token_logprobs"]],
+        log_probs=[item[0] for item in meta["output_token_logprobs"]],
+        meta_info=meta,
+        text=output.get("text", ""),
+    )
 
 
 async def generate(

@@ -258,6 +258,7 @@ def fleet_options(settings: RolloutSettings) -> FleetOptions:
         health_first_wait=settings.rollout_health_check_first_wait,
         routed_experts=settings.use_rollout_routing_replay,
         nuclei=settings.samples_from_nuclei,
+        stream_interval=0 if settings.deterministic else settings.rollout_stream_interval,
         restarts=restart_limits(settings),
     )
 

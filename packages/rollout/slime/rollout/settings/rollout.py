@@ -213,6 +213,13 @@ class RolloutSettings(
     rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
     sglang_server_concurrency: int = setting(512, "Maximum number of samples in flight per engine", minimum=1)
     sglang_router_request_timeout_secs: int = setting(14400, "Seconds that one generation request may take", minimum=1)
+    rollout_stream_interval: int | None = setting(
+        None,
+        "Tokens after which an engine hands over what it has of each answer; if it is lost, its requests go on "
+        "elsewhere from there. 0: only whole answers, so that requests begin again (default: 64 with the embedded "
+        "engine; 0 with SGLang, where the cost has not been measured, and with --deterministic)",
+        minimum=0,
+    )
     rollout_health_check_interval: float = setting(30.0, "Seconds between health probes of an engine", above=0)
     rollout_health_check_timeout: float = setting(30.0, "Seconds until a health probe counts as failed", above=0)
     rollout_health_check_first_wait: float = setting(0.0, "Seconds before the first health probe", minimum=0)
@@ -304,6 +311,12 @@ class RolloutSettings(
     def _check_engines(self) -> None:
         for address in self.rollout_external_engine_addrs or ():
             split_url(address, "--rollout-external-engine-addrs")
+        if self.rollout_stream_interval and self.deterministic:
+            raise InvalidSetting.conflict(
+                f"--rollout-stream-interval {self.rollout_stream_interval}",
+                "--deterministic",
+                "log-probs after kept tokens differ in their last bits from those of a run without a loss",
+            )
         if self.rollout_engine_api_key_file is not None and not self.rollout_external_engine_addrs:
             raise InvalidSetting.requires(
                 "--rollout-engine-api-key-file",

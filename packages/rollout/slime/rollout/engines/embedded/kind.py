@@ -40,6 +40,8 @@ class Embedded(EngineKind):
     fixes = {"returns_experts": "--enable-return-routed-experts"}
     weight_transports = ("tensor", "disk")
     delta_carriers = ("tensor", "disk")
+    stream_interval = 64
+    increments = {"incremental": True}
     returns_nuclei = True
     server_flags = frozenset({"tool_call_parser", "reasoning_parser"})
     own_settings = {
@@ -114,6 +116,7 @@ class Embedded(EngineKind):
             memory_saver=True,
             keeps_weights=True,
             returns_experts=server_info.get("enable_return_routed_experts"),
+            increments=server_info.get("increments"),
         )
 
     def memory(self, settings: RolloutSettings) -> MemoryUse:

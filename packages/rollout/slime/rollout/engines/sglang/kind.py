@@ -74,6 +74,7 @@ class SGLang(EngineKind):
                     random_seed=settings.rollout_seed,
                     routed_experts=settings.use_rollout_routing_replay,
                     deltas=settings.update_weight_mode == "delta",
+                    increments=bool(settings.rollout_stream_interval),
                     node=node,
                     args=args | settings.sglang_args,
                 ),
@@ -90,6 +91,7 @@ class SGLang(EngineKind):
             memory_saver=server_info.get("enable_memory_saver"),
             keeps_weights=server_info.get("enable_weights_cpu_backup"),
             returns_experts=server_info.get("enable_return_routed_experts"),
+            increments=server_info.get("incremental_streaming_output"),
             tp_size=int(server_info.get("tp_size") or 1),
         )
 

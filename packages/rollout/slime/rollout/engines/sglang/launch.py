@@ -26,9 +26,9 @@ class SGLangOptions:
     """Options of one engine.
 
     gpus: entries of CUDA_VISIBLE_DEVICES. memory_saver: its GPU memory can be released and resumed. routed_experts: it
-    can return the experts of each token. deltas: it updates a checkpoint on its host from deltas. node: the part of an
-    engine that spans nodes, with equally many GPUs on each. args: flags of SGLang's server by name, as returned by
-    `flags.check`. server: the command of the server.
+    can return the experts of each token. deltas: it updates a checkpoint on its host from deltas. increments: its
+    streams hold each token only once. node: the part of an engine that spans nodes, with equally many GPUs on each.
+    args: flags of SGLang's server by name, as returned by `flags.check`. server: the command of the server.
     """
 
     model_path: str
@@ -38,6 +38,7 @@ class SGLangOptions:
     random_seed: int | None = None
     routed_experts: bool = False
     deltas: bool = False
+    increments: bool = False
     node: EngineNode | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     server: Sequence[str] = SERVER
@@ -96,6 +97,8 @@ def server_command(options: SGLangOptions) -> list[str]:
     args = {name: value for name, value in check(options.args).items() if name != "host"}
     if options.deterministic:
         args["enable-deterministic-inference"] = True
+    if options.increments:
+        args["incremental-streaming-output"] = True
     if options.deltas:
         args["custom_weight_loader"] = [*(args.get("custom_weight_loader") or ()), PULL]
     return [*options.server, *flags, *command_line(args)]

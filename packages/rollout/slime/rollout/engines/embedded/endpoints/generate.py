@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from slime.rollout.engines.embedded.model.routing import FLAG
 from slime.types.errors import InvalidField, counted
 from slime.types.models.vision import images_id
 
-KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "return_text_in_logprobs",
-         "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data",
+KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "incremental",
+         "return_text_in_logprobs", "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data",
          "return_routed_experts", "return_top_p_token_ids")  # fmt: skip
 NOT_HERE = ("audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
 
@@ -133,9 +133,10 @@ def _spread(name: str, value: Any, count: int, kind: Any) -> list[Any]:
     return values
 
 
-def response_text(loaded: Loaded, response: Response) -> str:
-    """Returns the text of the response, without the stop string or the end-of-sequence token that ended it."""
-    params, ids = response.params, response.output_ids
+def response_text(loaded: Loaded, response: Response, length: int) -> str:
+    """Returns the text of the first `length` tokens, without the stop string or the end-of-sequence token that ended
+    the response."""
+    params, ids = response.params, response.output_ids[:length]
     matched = (response.finish_reason or {}).get("matched") if not params.no_stop_trim else None
     if isinstance(matched, int) and ids and ids[-1] == matched:
         ids = ids[:-1]
@@ -147,34 +148,47 @@ def response_text(loaded: Loaded, response: Response) -> str:
     return text
 
 
-def answer(loaded: Loaded, response: Response, *, log_probs: bool, experts: bool = False) -> dict[str, Any]:
-    """Returns a response in SGLang's form.
+@dataclass(frozen=True)
+class StreamPart:
+    """A part of a streamed response. incremental: what comes before `tokens` was sent already, and the text comes with
+    the last part."""
+
+    tokens: slice
+    finished: bool
+    incremental: bool
+
+
+def answer(
+    loaded: Loaded, response: Response, *, log_probs: bool, experts: bool = False, part: StreamPart | None = None
+) -> dict[str, Any]:
+    """Returns a response, or a part of it, in SGLang's form.
 
     log_probs: whether to include them. experts: whether to include them, as base64 of int32 [tokens - 1, layers, k], of
     prompt and response. Nuclei, where they were recorded, are base64 of int32: the ids of all nuclei one after the
     other, and the offsets at which each begins and the last one ends.
     """
-    # While a response still grows, only tokens whose log-prob is known already are included.
-    chosen = response.log_probs[:]
-    ids = response.output_ids[: len(chosen)]
+    part = part or StreamPart(slice(0, len(response.log_probs)), True, False)
+    tokens = part.tokens
+    chosen, ids = response.log_probs[tokens], response.output_ids[tokens]
     meta: dict[str, Any] = {
         "id": response.rid,
-        "finish_reason": response.finish_reason,
+        "finish_reason": response.finish_reason if part.finished else None,
         "prompt_tokens": len(response.prompt_ids),
-        "completion_tokens": len(ids),
+        "completion_tokens": tokens.stop,
         "cached_tokens": response.cached_tokens,
         "weight_version": response.weight_version,
         "e2e_latency": (response.finished or response.started) - response.started,
     }
     if log_probs:
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(chosen, ids, strict=True)]
-    # Only in the final answer: a stream would repeat all nuclei with every token.
-    if response.finish_reason is not None and (nuclei := response.nuclei[: len(ids)]):
+    # A stream of answers so far would repeat all nuclei with every token.
+    if (part.finished or part.incremental) and (nuclei := response.nuclei[tokens]):
         bounds = np.cumsum([0, *map(len, nuclei)])
         meta["top_p_token_ids"] = base64.b64encode(np.concatenate(nuclei).astype("<i4").tobytes()).decode()
         meta["top_p_token_offsets"] = base64.b64encode(bounds.astype("<i4").tobytes()).decode()
-    if experts and response.experts:
+    if part.finished and experts and response.experts:
         # A sequence that was ended before it ran has no experts.
-        rows = np.concatenate(response.experts)[: len(response.prompt_ids) + len(ids) - 1]
+        rows = np.concatenate(response.experts)[: len(response.prompt_ids) + tokens.stop - 1]
         meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
-    return {"text": response_text(loaded, response), "output_ids": ids, "meta_info": meta}
+    text = response_text(loaded, response, tokens.stop) if part.finished or not part.incremental else ""
+    return {"text": text, "output_ids": ids, "meta_info": meta}

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,21 @@ from slime.types.errors import SlimeError, Unavailable
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1 << 18  # sequences
+# The HTTP status of a SlimeError, by its gRPC status; other exceptions have status 500.
+HTTP_STATUS = {
+    "INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "UNAUTHENTICATED": 401, "FAILED_PRECONDITION": 409,
+    "DATA_LOSS": 409,
+    "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenProgress:
+    """The first `tokens` tokens of response `index` of a request are there; `finished`: they are all."""
+
+    index: int
+    tokens: int
+    finished: bool
 
 
 class ServedModel:
@@ -66,22 +83,64 @@ class ServedModel:
         finally:
             task.cancel()
 
+    async def progress(self, responses: Sequence[Response]) -> AsyncGenerator[Collection[TokenProgress], None]:
+        """Yields the progress of the responses to one request: of each after every `stream_interval` tokens, and when
+        it has finished."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        news: deque[TokenProgress] = deque()
+        for index, response in enumerate(responses):
+            response.on_token = _reporter(index, response, news, lambda: loop.call_soon_threadsafe(arrived.set))
+        task = asyncio.ensure_future(self.finish(list(responses)))
+        task.add_done_callback(lambda _: arrived.set())
+        unfinished = set(range(len(responses)))
+        try:
+            while not task.done():
+                await arrived.wait()
+                arrived.clear()
+                reported = [news.popleft() for _ in range(len(news))]
+                if latest := {each.index: each for each in reported}:
+                    unfinished -= {each.index for each in reported if each.finished}
+                    yield latest.values()
+            task.result()
+            # The rest was ended without a further token.
+            yield [TokenProgress(index, len(responses[index].log_probs), True) for index in sorted(unfinished)]
+        finally:
+            task.cancel()
 
-async def send_events(request: web.Request, events: AsyncGenerator[Any, None]) -> web.StreamResponse:
-    """Sends server-sent events and [DONE]. Errors become events with `error`, because the head is sent by then."""
+
+def _reporter(
+    index: int, response: Response, news: deque[TokenProgress], wake: Callable[[], object]
+) -> Callable[[], None]:
+    def report() -> None:
+        tokens, finished = len(response.log_probs), response.finish_reason is not None
+        if finished or tokens % response.params.stream_interval == 0:
+            news.append(TokenProgress(index, tokens, finished))
+            wake()
+
+    return report
+
+
+async def send_events(request: web.Request, events: AsyncGenerator[list[Any], None]) -> web.StreamResponse:
+    """Sends server-sent events, those of each list at once, and [DONE]. Errors become events with `error`, because the
+    head is sent by then."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await stream.prepare(request)
     try:
         try:
             async with contextlib.aclosing(events):
-                async for event in events:
-                    await stream.write(f"data: {json.dumps(event)}\n\n".encode())
+                async for together in events:
+                    await stream.write("".join(f"data: {json.dumps(event)}\n\n" for event in together).encode())
         except SlimeError as error:
-            await stream.write(f"data: {json.dumps({'error': error_detail(error)})}\n\n".encode())
+            detail = error_detail(error) | {"code": http_status(error)}
+            await stream.write(f"data: {json.dumps({'error': detail})}\n\n".encode())
         await stream.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         log.info("the client of a stream went away")
     return stream
+
+
+def http_status(error: SlimeError) -> int:
+    return getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
 
 
 def error_detail(error: SlimeError) -> dict[str, str]:

@@ -17,9 +17,9 @@ from slime.rollout.doors import Access, Bodies, Connections
 from slime.rollout.doors.access import BYTES
 from slime.rollout.doors.bodies import too_deep
 from slime.rollout.engines.embedded.endpoints.chat import ServedChat
-from slime.rollout.engines.embedded.endpoints.generate import answer, make_response, parse_generate
+from slime.rollout.engines.embedded.endpoints.generate import StreamPart, answer, make_response, parse_generate
 from slime.rollout.engines.embedded.endpoints.scoring import MOST_SCORED, Scored, asks_for_scores, parse_scored, score
-from slime.rollout.engines.embedded.endpoints.served_model import ServedModel, error_detail, send_events
+from slime.rollout.engines.embedded.endpoints.served_model import ServedModel, error_detail, http_status, send_events
 from slime.rollout.engines.embedded.model.checks import WeightChecker
 from slime.rollout.engines.embedded.model.loading import Loaded, free_cached_memory
 from slime.rollout.engines.embedded.model.params import SamplingParams
@@ -34,12 +34,6 @@ log = logging.getLogger(__name__)
 LARGEST_BUCKET = 4 << 30
 BUCKET_SECONDS = 600.0
 BUCKETS = "/update_weights_from_tensor"
-# The HTTP status of a SlimeError, by its gRPC status; other exceptions have status 500.
-HTTP_STATUS = {
-    "INVALID_ARGUMENT": 400, "NOT_FOUND": 400, "UNIMPLEMENTED": 400, "UNAUTHENTICATED": 401, "FAILED_PRECONDITION": 409,
-    "DATA_LOSS": 409,
-    "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
-}  # fmt: skip
 PAUSE_MODES = ("abort", "in_place", "retract")
 
 
@@ -114,11 +108,13 @@ class EngineServer(ServedModel):
         else:
             # On the event loop, so that requests of token ids are served in the order of their arrival.
             responses, batched = parse_generate(body, self.loaded)
-        wanted = {"log_probs": bool(body.get("return_logprob")), "experts": bool(body.get("return_routed_experts"))}
+        wanted: dict[str, Any] = {
+            "log_probs": bool(body.get("return_logprob")),
+            "experts": bool(body.get("return_routed_experts")),
+        }
         if body.get("stream"):
-            if batched:
-                raise InvalidField("stream", True, "one prompt a request")
-            return await send_events(request, self._events(responses[0], **wanted))
+            incremental = bool(body.get("incremental"))
+            return await send_events(request, self._events(responses, batched, incremental, wanted))
         await self.finish(responses)
         answers = [answer(self.loaded, r, **wanted) for r in responses]
         return web.json_response(answers if batched else answers[0])
@@ -134,10 +130,22 @@ class EngineServer(ServedModel):
             self._scoring -= 1
             work.is_wanted = False
 
-    async def _events(self, response: Response, **wanted: bool) -> AsyncGenerator[Any, None]:
-        async with contextlib.aclosing(self.tokens(response)) as tokens:
-            async for _ in tokens:
-                yield answer(self.loaded, response, **wanted)
+    async def _events(
+        self, responses: list[Response], batched: bool, incremental: bool, wanted: dict[str, Any]
+    ) -> AsyncGenerator[list[Any], None]:
+        """Yields the answers so far, or with `incremental` only what is new of each. Those to a list of prompts have
+        the index of their prompt."""
+        sent = [0] * len(responses)
+        async with contextlib.aclosing(self.progress(responses)) as steps:
+            async for step in steps:
+                events = []
+                for each in step:
+                    tokens = slice(sent[each.index] if incremental else 0, each.tokens)
+                    part = StreamPart(tokens, each.finished, incremental)
+                    event = answer(self.loaded, responses[each.index], part=part, **wanted)
+                    events.append(event | {"index": each.index} if batched else event)
+                    sent[each.index] = each.tokens
+                yield events
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -190,6 +198,7 @@ class EngineServer(ServedModel):
                 "max_running_requests": self.options.max_running_requests,
                 "deterministic": self.options.deterministic,
                 "enable_return_routed_experts": self.loaded.routing is not None,
+                "increments": True,
                 "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
                 "device": str(self.loaded.model.device),
                 "weight_version": self.scheduler.weights.version,
@@ -280,7 +289,7 @@ def _refusal(path: str, error: SlimeError) -> web.Response:
     of_protocol = refusal(path, error)
     if of_protocol is not None:
         return of_protocol
-    status = getattr(error, "http_status", None) or HTTP_STATUS.get(error.status, 500)
+    status = http_status(error)
     response = web.json_response({"error": error_detail(error)}, status=status)
     if status in (408, 413):
         # Closes the connection instead of waiting for the rest of the body.

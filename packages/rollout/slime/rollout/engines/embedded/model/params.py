@@ -33,6 +33,7 @@ class SamplingParams:
     """Sampling parameters of one response; names, defaults and meanings are SGLang's.
 
     temperature: 0 is greedy. top_k: -1 is off. sampling_seed: if set, tokens depend on (seed, position, logits) only.
+    stream_interval: tokens between two pieces of a streamed response.
     """
 
     temperature: float = 1.0
@@ -46,6 +47,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
+    stream_interval: int = 1
 
 
 def parse_sampling_params(values: Any, field: str = "sampling_params") -> SamplingParams:
@@ -140,4 +142,5 @@ _READERS = {
     "skip_special_tokens": _flag,
     "no_stop_trim": _flag,
     "sampling_seed": _seed,
+    "stream_interval": _integer(1, "an integer, at least 1"),
 }

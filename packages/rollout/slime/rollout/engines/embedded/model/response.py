@@ -42,6 +42,7 @@ class Response:
     started: float = field(default_factory=time.perf_counter)
     finished: float = 0.0
     on_token: Callable[[], object] | None = None
+    """Called on the model's thread after each token, once `finish_reason` is set if it is the last."""
     media: dict[str, np.ndarray] = field(default_factory=dict)
     """The model's arguments for the images of the prompt."""
     media_id: str = ""
