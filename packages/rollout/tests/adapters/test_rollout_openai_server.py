@@ -102,7 +102,7 @@ def test_chats_go_to_the_chat_address_as_messages(
     code, output = generate("--apply-chat-template", "--rollout-max-response-len", "2", prompts=("12", "345"))
     samples = [json.loads(line) for line in output.read_text().splitlines()]
     assert code == 0 and [s["status"] for s in samples] == ["completed", "truncated"]
-    # What the model read is in the sample; the server rendered the messages itself.
+    # The server renders the messages for its model, and the sample has the prompt as the tokenizer renders it.
     assert samples[0]["prompt"] == "12>"
     assert sorted(body["messages"][0]["content"] for body in server.bodies) == ["12", "345"]
     assert server.bodies[0]["messages"][0]["role"] == "user" and server.keys == ["Bearer secret"] * 2
