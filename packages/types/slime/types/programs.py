@@ -10,6 +10,8 @@ from slime.types.errors import InvalidSetting
 
 # Exit code of a program whose reader has left, as a shell shows a process that SIGPIPE ended.
 PIPE_CLOSED = 141
+# Of a program that Ctrl-C ended.
+INTERRUPTED = 130
 
 
 def wrong_command(words: Sequence[str], known: Iterable[str], kind: str = "command") -> InvalidSetting:
@@ -27,9 +29,9 @@ def command_list(commands: Mapping[str, str]) -> str:
 
 def run_printing(program: str, command: Callable[[], int]) -> int:
     """Returns the exit code of `command`; PIPE_CLOSED if the reader of the standard output, such as `head`, has left;
-    1 if that output takes no more text, which is said in one line.
+    1 if that output takes no more text, which is said in one line; INTERRUPTED if Ctrl-C ended it.
 
-    Raises what `command` raises, unless it is the OSError of such an output.
+    Raises what else `command` raises, unless it is the OSError of such an output.
     """
     if sys.stdout is None:  # closed by the shell, as in `slime runs >&-`
         sys.stdout = open(os.devnull, "w")
@@ -41,6 +43,8 @@ def run_printing(program: str, command: Callable[[], int]) -> int:
             raise
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:  # before the command was there to handle it, as while its modules are imported
+        return INTERRUPTED
     except OSError as error:
         return _code_without_output(program, error)
 
