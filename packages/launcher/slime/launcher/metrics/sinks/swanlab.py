@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from slime.launcher.metrics.sinks.base import Metrics, Sink, TrackedRun
@@ -34,14 +35,18 @@ class Swanlab(Sink):
     def __init__(self, settings: SwanlabSettings, run: TrackedRun) -> None:
         directory = run.output_dir / "swanlog"
         directory.mkdir(parents=True, exist_ok=True)
-        self._run = importlib.import_module("swanlab").init(
-            project=settings.swanlab_project,
-            workspace=settings.swanlab_workspace,
-            name=run.name,
-            config=dict(run.config),
-            log_dir=str(directory),
-            mode=settings.swanlab_mode,
-        )
+        swanlab = importlib.import_module("swanlab")
+        # In the main thread it would take Ctrl-C from the run, and could not be closed from another thread.
+        with ThreadPoolExecutor(1) as threads:
+            self._run = threads.submit(
+                swanlab.init,
+                project=settings.swanlab_project,
+                workspace=settings.swanlab_workspace,
+                name=run.name,
+                config=dict(run.config),
+                log_dir=str(directory),
+                mode=settings.swanlab_mode,
+            ).result()
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
