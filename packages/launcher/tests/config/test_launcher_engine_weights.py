@@ -1,5 +1,6 @@
 """Engines get weights by a way that they take: deltas by kind, engines with pipeline stages from a directory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,28 @@ def test_pipeline_stages_are_refused_where_weights_go_from_gpu_to_gpu(tmp_path: 
     assert caught.value.field == "--sglang-pp-size"
     disk = ["--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path)]
     assert run_config.parse([*base, *engines, *disk], check=False).rollout.sglang_args["pp_size"] == 2
+
+
+@pytest.mark.parametrize("inside", [(), ("text_config",)])
+def test_quantized_weights_are_refused_where_updates_would_replace_them(
+    tmp_path: Path, inside: tuple[str, ...]
+) -> None:
+    config: dict = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for key in inside:
+        config = {key: config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "1 + 1"}\n')
+    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(prompts), "--num-rollout", "1"]
+    words += ["--n-samples-per-prompt", "2"]
+    with pytest.raises(
+        NotAvailable, match=r"with quantization_config \(fp8\) is not supported yet: .*bfloat16"
+    ) as caught:
+        run_config.parse(words)
+    assert caught.value.field == "--hf-checkpoint"
+    run_config.parse([*words, "--debug-rollout-only"])
+    plain = '--sglang-json-model-override-args={"quantization_config": null}'
+    run_config.parse([*words, "--rollout-engine", "sglang", plain])
+    (tmp_path / "config.json").write_text("{}")
+    run_config.parse(words)

@@ -289,6 +289,8 @@ def check_other_files(args: Mapping[str, Any]) -> None:
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if args[name]:
             _check_experts(flag_name(name), args["hf_checkpoint"])
+    if not args["debug_train_only"] and not args["debug_rollout_only"]:
+        _refuse_quantized_engines(args["hf_checkpoint"], args["sglang_args"])
     if args["multimodal_keys"]:
         _check_processor(args["hf_checkpoint"], args["rollout_engine"])
         for name in ("critic_load", "ref_load", "opd_teacher_load"):
@@ -299,6 +301,20 @@ def check_other_files(args: Mapping[str, Any]) -> None:
     if args["load_forge_rollout_data"] is not None and args["load"] is None:
         _check_recording("--load-forge-rollout-data", args["load_forge_rollout_data"], args.get("start_rollout_id"))
     check_places(args)
+
+
+def _refuse_quantized_engines(hf_checkpoint: str, sglang_args: Mapping[str, Any]) -> None:
+    """Raises NotAvailable for a quantized model whose engines get weight updates, which are not quantized."""
+    config = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not quantization or "quantization_config" in str(sglang_args.get("json_model_override_args")):
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    raise NotAvailable.unavailable(
+        f"--hf-checkpoint {hf_checkpoint} with quantization_config ({method})",
+        "weight updates bring bfloat16, which engines would put into quantized layers without scaling it",
+        "the directory of the model in bfloat16",
+    )
 
 
 def _check_experts(flag: str, directory: str) -> None:
