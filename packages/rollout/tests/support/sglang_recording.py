@@ -46,6 +46,7 @@ class Recording:
             ("/get_model_info", self.model_info),
             ("/server_info", self.server_info),
             ("/get_weight_version", self.gone),
+            ("/v1/loads", self.loads),
             ("/calls", self.told),
         ):
             get(path, handler)
@@ -93,6 +94,20 @@ class Recording:
         switches = ("enable_memory_saver", "enable_deterministic_inference", "enable_weights_cpu_backup")
         flags = dict.fromkeys(switches, False) | self.flags
         return web.json_response(flags | {"weight_version": self.version, "internal_states": [{}], "version": "0.5.17"})
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """With `include=core`, as it is when the server runs without --enable-metrics."""
+        load = {
+            "timestamp": 1.0, "dp_rank": 0, "num_running_reqs": len(self.running), "num_waiting_reqs": 0,
+            "num_waiting_uncached_tokens": 0, "num_used_tokens": 0, "num_total_tokens": 0, "num_active_tokens": 0,
+            "max_total_num_tokens": 4096, "max_running_requests": 64, "token_usage": 0.0, "gen_throughput": 0.0,
+            "cache_hit_rate": 0.0, "utilization": 0.0, "total_prefill_uncached_tokens": 0, "total_prefill_busy_us": 0,
+            "decode_moments": None,
+        }  # fmt: skip
+        return web.json_response({
+            "timestamp": "2026-11-25T00:00:00+00:00", "version": "0.5.17", "accelerator": None, "num_accelerators": 1,
+            "loads": [load],
+        })  # fmt: skip
 
     async def gone(self, request: web.Request) -> web.Response:
         message = "Endpoint '/get_weight_version' or '/weight_version' is deprecated. Please use '/model_info' instead."

@@ -115,6 +115,10 @@ class EngineClient(EngineHTTP):
         """Returns the flags that the server runs with, and its state."""
         return await self.get("/server_info")
 
+    async def loads(self, timeout_seconds: float | None = None) -> JSON:
+        """Returns the running and waiting requests and the use of the key-value cache, per data-parallel rank."""
+        return await self.get("/v1/loads?include=core", timeout_seconds=timeout_seconds)
+
     async def update_weights_from_disk(
         self, model_path: str, weight_version: int | str, timeout_seconds: float = 600.0
     ) -> JSON:

@@ -80,6 +80,7 @@ def test_a_padded_batch_keeps_to_its_memory_and_changes_no_token(
     def watched(batch: PaddedBatch) -> None:
         step(batch)
         held.append(batch._cache.layers[0].keys.shape[0] * batch._cache.get_seq_length())
+        assert batch.used_tokens == held[-1]
 
     bounded = Scheduler(loaded, EmbeddedOptions(model_path=".", random_seed=0, max_total_tokens=70))
     try:
@@ -91,6 +92,8 @@ def test_a_padded_batch_keeps_to_its_memory_and_changes_no_token(
         free.stop()
         bounded.stop()
     assert 50 < max(held) <= 70 and len(held) > 20
+    assert not any(r.retractions for r in alone) and 0 < sum(r.retractions for r in together)
+    assert (bounded.max_tokens, bounded.used_tokens) == (70, 0)
     assert [r.output_ids for r in together] == [r.output_ids for r in alone]
     assert all(np.allclose(a.log_probs, b.log_probs, atol=1e-5) for a, b in zip(together, alone, strict=True))
 

@@ -176,6 +176,7 @@ def answer(
         "prompt_tokens": len(response.prompt_ids),
         "completion_tokens": tokens.stop,
         "cached_tokens": response.cached_tokens,
+        "num_retractions": response.retractions,
         "weight_version": response.weight_version,
         "e2e_latency": (response.finished or response.started) - response.started,
     }

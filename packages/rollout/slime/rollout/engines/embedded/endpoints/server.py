@@ -67,6 +67,7 @@ class EngineServer(ServedModel):
             ("GET", "/model_info", self.model_info),
             ("GET", "/server_info", self.server_info),
             ("GET", "/get_server_info", self.server_info),
+            ("GET", "/v1/loads", self.loads),
             # Calls with an effect are POST, even where SGLang accepts GET, which any web page can make a browser send.
             ("POST", "/generate", self.generate),
             ("POST", "/flush_cache", self.flush_cache),
@@ -206,6 +207,20 @@ class EngineServer(ServedModel):
                 "num_waiting": self.scheduler.num_waiting,
             }
         )
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """Returns the figures by which a fleet tunes the number of samples in flight."""
+        used, most = self.scheduler.used_tokens, self.scheduler.max_tokens
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self.scheduler.num_running,
+            "num_waiting_reqs": self.scheduler.num_waiting,
+            "num_used_tokens": used,
+            "max_total_num_tokens": most,
+            "max_running_requests": self.options.max_running_requests,
+            "token_usage": round(used / most, 4),
+        }
+        return web.json_response({"loads": [load]})
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await self.read_json(request)

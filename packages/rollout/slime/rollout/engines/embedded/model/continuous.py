@@ -51,7 +51,7 @@ class ContinuousBatch(Batch):
         super().__init__(loaded, rng)
         self._dense = dense
         self._cache = dense.cache()
-        self._max_tokens = max_tokens or tokens_in_memory(self._cache.token_bytes, fraction)
+        self.max_tokens = max_tokens or tokens_in_memory(self._cache.token_bytes, fraction)
         self._rows: list[_Row] = []
         self._joining: list[Response] = []
 
@@ -62,7 +62,11 @@ class ContinuousBatch(Batch):
 
     @property
     def free_tokens(self) -> int:
-        return max(0, self._max_tokens - sum(response.planned_tokens for response in self.running))
+        return max(0, self.max_tokens - sum(response.planned_tokens for response in self.running))
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(row.cached for row in list(self._rows))
 
     def add(self, responses: Sequence[Response]) -> None:
         self._joining += responses
@@ -90,7 +94,7 @@ class ContinuousBatch(Batch):
                 self._remove(index)
 
     def _keep_to_memory(self) -> None:
-        while len(self._rows) > 1 and sum(row.cached + 1 for row in self._rows) > self._max_tokens:
+        while len(self._rows) > 1 and sum(row.cached + 1 for row in self._rows) > self.max_tokens:
             # The shortest sequence costs least to compute again, and the others are closer to their end.
             index = min(range(len(self._rows)), key=lambda i: self._rows[i].cached)
             self._left.append(self._rows[index].response)

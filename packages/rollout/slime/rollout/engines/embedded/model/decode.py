@@ -23,6 +23,8 @@ class Batch(ABC):
 
     joinable: bool
     """True if `add` may be called after the first step."""
+    max_tokens: int
+    """The most tokens whose keys and values may be in memory."""
 
     def __init__(self, loaded: Loaded, rng: np.random.Generator) -> None:
         self._tokenizer = loaded.tokenizer
@@ -42,6 +44,11 @@ class Batch(ABC):
     @abstractmethod
     def free_tokens(self) -> int:
         """The number of tokens of further sequences that fit into memory."""
+
+    @property
+    @abstractmethod
+    def used_tokens(self) -> int:
+        """The number of tokens whose keys and values are in memory."""
 
     def take_back(self) -> list[Response]:
         """Returns the sequences that left for lack of memory since the last call, to be added again later."""

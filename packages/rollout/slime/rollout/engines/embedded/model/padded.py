@@ -37,7 +37,7 @@ class PaddedBatch(Batch):
         """max_tokens: the most tokens of the rectangle; None: as many as `fraction` of the memory holds."""
         super().__init__(loaded, rng)
         self._model = loaded.model
-        self._max_tokens = max_tokens or tokens_in_memory(token_bytes(self._model), fraction, self._model.device)
+        self.max_tokens = max_tokens or tokens_in_memory(token_bytes(self._model), fraction, self._model.device)
         self._vision = loaded.vision
         self._routing = loaded.routing
         self._device = next(self._model.parameters()).device
@@ -53,7 +53,12 @@ class PaddedBatch(Batch):
 
     @property
     def free_tokens(self) -> int:
-        return self._max_tokens
+        return self.max_tokens
+
+    @property
+    def used_tokens(self) -> int:
+        mask = self._mask
+        return 0 if mask is None else mask.numel()
 
     def add(self, responses: Sequence[Response]) -> None:
         assert self._cache is None
@@ -127,7 +132,7 @@ class PaddedBatch(Batch):
     def _compact(self) -> None:
         assert self._mask is not None
         kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
-        fitting = max(1, self._max_tokens // (self._mask.shape[1] + 1))
+        fitting = max(1, self.max_tokens // (self._mask.shape[1] + 1))
         if len(kept) > fitting:
             # The shortest sequences cost least to compute again, and the others are closer to their end.
             longest = sorted(kept, key=lambda i: len(self._rows[i].key[1]), reverse=True)

@@ -37,6 +37,8 @@ class Response:
     experts: list[np.ndarray] = field(default_factory=list)
     """Arrays [n, layers, k] of the experts of the tokens fed to the model, if it records them."""
     cached_tokens: int = 0
+    retractions: int = 0
+    """The number of times that it left its batch for lack of memory."""
     finish_reason: dict[str, Any] | None = None
     error: Exception | None = None
     started: float = field(default_factory=time.perf_counter)

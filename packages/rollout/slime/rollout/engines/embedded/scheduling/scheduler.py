@@ -93,6 +93,7 @@ class Scheduler:
         self._requests: list[SubmittedRequest] = []
         self._dense = DenseModel(loaded.model) if DenseModel.supports(loaded.model) else None
         self._batch: Batch | None = None
+        self.max_tokens = self._new_batch().max_tokens
         # Halves of batches that failed, each to be run as a batch of its own.
         self._apart: list[list[Response]] = []
         self._pieces: deque[Pieces] = deque()
@@ -111,6 +112,12 @@ class Scheduler:
     def num_running(self) -> int:
         batch = self._batch
         return len(batch.running) if batch is not None else 0
+
+    @property
+    def used_tokens(self) -> int:
+        """The number of tokens whose keys and values are in memory, of at most `max_tokens`."""
+        batch = self._batch
+        return 0 if batch is None else batch.used_tokens
 
     def submit(self, responses: list[Response]) -> SubmittedRequest:
         """Queues a request. Its `done` raises a failed sequence's error, or EngineError if the engine stops."""
@@ -301,6 +308,8 @@ class Scheduler:
         if responses and not self._warned_of_memory:
             self._warned_of_memory = True
             log.warning("memory for keys and values is full: sequences wait, and are computed again from their tokens")
+        for response in responses:
+            response.retractions += 1
         for request in self._requests if responses else ():
             request.waiting.extendleft(r for r in responses if r in request.responses)
 
