@@ -10,6 +10,7 @@ from rollout_fakes import CharTokenizer, FakeBuffer, FakeEngine, prompt_groups, 
 
 from slime.rollout import service as service_module
 from slime.rollout.calls.jobs import RolloutJob, RunningJobs
+from slime.rollout.fleet.concurrency import START
 from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import RolloutClient, Writer
@@ -68,6 +69,14 @@ def test_generate_tells_progress_and_metrics(engine, serve):
     assert metrics["passrate/pass@1"] == metrics["passrate/pass@2"] == 1.0
     assert metrics["perf/rollout_time"] > 0 and metrics["perf/tokens_per_second"] > 0
     assert [sample.group_index for sample in result.examples] == [0, 1, 2]
+
+
+def test_a_tuned_limit_is_among_the_metrics(engine, serve):
+    engine.loads = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0}]}
+    client = serve(FakeBuffer(prompt_groups(2, 1)), engine, rollout_tune_concurrency=True)
+    assert client.generate(0, 1, timeout=20).metrics["rollout/concurrency"] == START
+    client = serve(FakeBuffer(prompt_groups(2, 1)), engine)
+    assert "rollout/concurrency" not in client.generate(0, 1, timeout=20).metrics
 
 
 def test_a_resumed_step_leases_no_more_groups_than_it_lacks(engine, serve):

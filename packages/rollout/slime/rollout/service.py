@@ -164,6 +164,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             before = self.fleet.num_restarts
             for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
+                    job.call.metrics.update(self.fleet.concurrency_metrics)
                     if restarts := self.fleet.num_restarts - before:
                         job.call.metrics[ENGINE_RESTARTS] = float(restarts)
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, metrics=job.call.metrics)
@@ -291,7 +292,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         reward_seconds: float,
     ) -> dict[str, float]:
         samples = flatten(groups)
-        timing = time_metrics(samples, seconds, reward_seconds)
+        timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.concurrency_metrics
         restarts, self._restarts_reported = self.fleet.num_restarts - self._restarts_reported, self.fleet.num_restarts
         if restarts:
             timing[ENGINE_RESTARTS] = float(restarts)

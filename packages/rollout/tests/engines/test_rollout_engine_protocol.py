@@ -18,6 +18,7 @@ from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
+from slime.rollout.fleet.concurrency import EngineLoad
 from slime.rollout.generate.sample import append_output
 from slime.rollout.generate.state import eval_sampling_params, rollout_sampling_params
 from slime.rollout.settings.rollout import RolloutSettings
@@ -126,6 +127,11 @@ def test_control_calls_answer(call: Call) -> None:
     call(lambda c: c.health_generate())
     assert call(lambda c: c.server_info())["weight_version"] == "0"
     assert call(lambda c: c.model_info())["is_generation"] is True
+
+
+def test_an_idle_engine_reports_its_load(call: Call) -> None:
+    load = EngineLoad.from_answer(call(lambda c: c.loads(5.0)))
+    assert (load.running, load.waiting, load.usage) == (0, 0, 0.0) and load.capacity > 0
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

@@ -130,6 +130,29 @@ def test_a_place_that_was_given_to_a_request_being_cancelled_goes_to_the_next() 
     run(scenario())
 
 
+def test_each_engine_has_a_limit_of_its_own_and_a_grown_one_is_filled() -> None:
+    async def scenario() -> None:
+        limits = {"a": 1, "b": 3}
+        router: Router[Any] = Router(ENGINES, lambda engine: limits[engine.name])
+        requests = Requests(router)
+        for number in range(6):
+            requests.start(str(number))
+        await settle()
+        assert [router.load_of(engine) for engine in ENGINES] == [1, 3]
+        assert router.take_held_back(ENGINES[0]) and not router.take_held_back(ENGINES[0])
+        limits["a"] = 2
+        router.refill()
+        await settle()
+        assert [router.load_of(engine) for engine in ENGINES] == [2, 3]
+        limits["b"] = 1
+        await requests.end("1")
+        await requests.end("2")
+        await requests.end("3")
+        assert [router.load_of(engine) for engine in ENGINES] == [2, 1], "a smaller limit takes effect as requests end"
+
+    run(scenario())
+
+
 def test_a_shut_gate_keeps_or_refuses_and_a_failure_reaches_all() -> None:
     async def scenario() -> None:
         router: Router[Any] = Router(ENGINES, concurrency=1)

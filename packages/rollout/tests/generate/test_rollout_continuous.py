@@ -12,6 +12,7 @@ import pytest
 from rollout_fakes import VOCABULARY, CharTokenizer, FakeBuffer, FakeEngine, prompt_groups
 
 from slime.rollout import service as service_module
+from slime.rollout.fleet.concurrency import START
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
@@ -188,6 +189,15 @@ def test_over_sampling_bounds_the_groups_in_flight(engine, open_service) -> None
     with generating(client):
         buffer.wait_for(20)
     assert buffer.most_leased == 3
+
+
+def test_with_a_tuned_limit_a_few_more_groups_are_leased_than_the_engines_take(engine, open_service) -> None:
+    engine.loads = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 99, "token_usage": 0.0}]}
+    buffer = PacedBuffer(prompt_groups(40, 2), size=40)
+    client = open_service(buffer, engine, n_samples_per_prompt=2, rollout_batch_size=2, rollout_tune_concurrency=True)
+    with generating(client) as seen:
+        buffer.wait_for(30)
+    assert buffer.most_leased == START // 2 * 5 // 4 and seen[-1]["rollout/concurrency"] <= START
 
 
 def test_what_runs_at_the_end_goes_back_and_a_second_call_is_refused(engine, open_service) -> None:

@@ -55,6 +55,8 @@ class FakeEngine:
     """answer: prompt ids and sampling parameters to response ids. `hold` keeps /generate waiting until an abort.
 
     die_after: the server drops connections from that many requests of /generate on. status: what it answers.
+    loads: its answer to /v1/loads, to which an exception makes it never answer; None: it has no such path. meta_info:
+    added to that of answers.
     """
 
     kind = "embedded"
@@ -73,6 +75,10 @@ class FakeEngine:
         self.paused = False
         # Released once for each token of a stream; None streams without waiting.
         self.pace: threading.Semaphore | None = None
+        self.loads: dict[str, Any] | Exception | None = None
+        # The requests that had arrived at each poll of the load.
+        self.polled: list[int] = []
+        self.meta_info: dict[str, Any] = {}
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[Any] = []
         self.busy = threading.Event()
@@ -117,6 +123,7 @@ class FakeEngine:
         app.router.add_post("/refuses", self._refuse)
         app.router.add_get("/health_generate", self._ok)
         app.router.add_get("/model_info", self._version)
+        app.router.add_get("/v1/loads", self._loads)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -129,6 +136,14 @@ class FakeEngine:
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        self.polled.append(len(self.requests))
+        if self.loads is None:
+            raise web.HTTPNotFound
+        if isinstance(self.loads, Exception):
+            await asyncio.Event().wait()
+        return web.json_response(self.loads)
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.paused = True
@@ -204,7 +219,7 @@ class FakeEngine:
             "weight_version": self.version,
             "output_token_logprobs": [[-0.5, token, None] for token in ids],
         }
-        return {"text": decode(ids), "output_ids": ids, "meta_info": meta}
+        return {"text": decode(ids), "output_ids": ids, "meta_info": meta | self.meta_info}
 
 
 @dataclass

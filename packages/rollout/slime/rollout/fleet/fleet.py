@@ -89,7 +89,8 @@ class Fleet(WatchedEngines):
             while not answered:
                 async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
                     self._sent.update(dict.fromkeys(keys, chosen))
-                    engine = chosen.engine
+                    engine, limit = chosen.engine, chosen.limit
+                    began = 0 if limit is None else limit.began(_most_tokens(input_ids, sampling_params))
                     if self.options.nuclei and chosen.kind.returns_nuclei:
                         extra["return_top_p_token_ids"] = True
                     streamed, params, streaming = self._stream(chosen, sampling_params, on_output)
@@ -107,6 +108,8 @@ class Fleet(WatchedEngines):
                     finally:
                         for key in keys:
                             self._sent.pop(key, None)
+                    if limit is not None:
+                        limit.answered(len(input_ids), _retracted(outputs), began)
                     if self._interrupting:
                         _mark_interrupted(outputs)
         except Withdrawn:
@@ -167,6 +170,18 @@ class Fleet(WatchedEngines):
                     await self.router.drain(INTERRUPT_AGAIN_SECONDS)
         finally:
             self._interrupting = False
+
+
+def _most_tokens(input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> int:
+    """Returns the tokens of the longest sequence, as long as its response may get."""
+    pairs = zip(input_ids, sampling_params, strict=True)
+    return max(len(ids) + int(params.get("max_new_tokens") or 0) for ids, params in pairs)
+
+
+def _retracted(outputs: Any) -> int:
+    """Returns how many of these sequences the engine has retracted because its cache was full."""
+    metas = [output.get("meta_info") or {} for output in outputs] if isinstance(outputs, list) else []
+    return sum(bool(meta.get("num_retractions")) for meta in metas)
 
 
 async def _abort_request(rid: str, member: Member) -> None:

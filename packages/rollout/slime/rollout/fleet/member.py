@@ -9,6 +9,7 @@ from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.kind import Abilities
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.registry import engine_kind, kind_of
+from slime.rollout.fleet.concurrency import ConcurrencyLimit
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidField
 
 # SGLang's names for the memory that it can release; weights come back empty unless the engine keeps a copy on the CPU.
@@ -21,7 +22,7 @@ class Member:
     weight_version: the last version read from the engine. released: the parts of its GPU memory that are released.
     held: its generation is paused, so health probes do not ask it to generate. out: its process has died or hangs, and
     another one is being started. awaits_weights: it was restarted, and gets no requests before it has received the
-    weights that the other engines serve.
+    weights that the other engines serve. limit: the tuned limit of samples in flight; None where the limit is fixed.
     """
 
     def __init__(self, engine: RunningEngine, client: EngineClient) -> None:
@@ -37,6 +38,7 @@ class Member:
         self.out = False
         self.awaits_weights = False
         self.released: set[str] = set()
+        self.limit: ConcurrencyLimit | None = None
         self._probe: asyncio.Future[None] | None = None
 
     @property
@@ -48,6 +50,8 @@ class Member:
         self.engine, self.client, self.url = engine, client, engine.url
         self.held = False
         self.released = set()
+        if self.limit is not None:
+            self.limit.interrupted()
 
     async def learn(self) -> None:
         """Reads the engine's weight version and its abilities. Raises EngineError where the engine is gone."""
@@ -98,6 +102,9 @@ class Member:
         if self.held:
             return
         self.held = True
+        if self.limit is not None:
+            # A pause retracts all requests, which says nothing about the limit.
+            self.limit.interrupted()
         if self._probe is not None:
             self._probe.cancel()
         await self.kind.hold(self.client)

@@ -1,4 +1,5 @@
-"""Chooses the engine of a request: the one with the fewest samples in flight, or the one that has the session's cache.
+"""Chooses the engine of a request: the one with the fewest samples in flight for its limit, or the one that has the
+session's cache.
 
 Weight updates shut the router, so that no request is admitted meanwhile. Waiting requests are admitted in the order of
 their arrival. Not thread-safe: used on one asyncio loop only.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -40,12 +41,15 @@ class _Waiter(Generic[E]):
 
 
 class Router(Generic[E]):
-    """Admits requests to engines. concurrency: samples in flight per engine; a larger request waits until its engine is
-    idle."""
+    """Admits requests to engines.
 
-    def __init__(self, engines: Sequence[E], concurrency: int) -> None:
+    concurrency: samples in flight at an engine, as one number for all or as a function of the engine; call `refill`
+    when its value grows. A larger request waits until its engine is idle.
+    """
+
+    def __init__(self, engines: Sequence[E], concurrency: int | Callable[[E], int]) -> None:
         self.engines = list(engines)
-        self.concurrency = concurrency
+        self.limit_of = concurrency if callable(concurrency) else _constant(concurrency)
         self._in_flight = {engine.name: 0 for engine in self.engines}
         self._sessions: OrderedDict[str, E] = OrderedDict()
         # Names of the engines that get no requests; True where requests that ask for this engine wait for its return.
@@ -54,11 +58,17 @@ class Router(Generic[E]):
         self._refusing = False
         self._error: SlimeError | None = None
         self._waiters: list[_Waiter[E]] = []
+        # Names of the engines whose limit made a request wait, until `take_held_back` asks.
+        self._held_back: set[str] = set()
         self._idle: list[asyncio.Future[None]] = []
 
     @property
     def in_flight(self) -> int:
         return sum(self._in_flight.values())
+
+    @property
+    def is_shut(self) -> bool:
+        return self._shut is not None
 
     @property
     def in_rotation(self) -> list[E]:
@@ -67,6 +77,16 @@ class Router(Generic[E]):
     def load_of(self, engine: E) -> int:
         """Returns the number of samples in flight at this engine."""
         return self._in_flight[engine.name]
+
+    def take_held_back(self, engine: E) -> bool:
+        """Returns whether a request has waited for this engine's limit since the last call."""
+        held_back = engine.name in self._held_back
+        self._held_back.discard(engine.name)
+        return held_back
+
+    def refill(self) -> None:
+        """Admits the requests that grown limits have room for. What exceeds a smaller limit drains by itself."""
+        self._place_waiters()
 
     def take_out(self, engine: E, *, awaited: bool) -> None:
         """Sends no more requests to this engine. Where `awaited`, requests that ask for it wait until it is put back;
@@ -134,7 +154,8 @@ class Router(Generic[E]):
                 left.append(waiter)
                 continue
             load = self._in_flight[chosen.name]
-            if load and load + waiter.samples > self.concurrency:
+            if load and load + waiter.samples > self.limit_of(chosen):
+                self._held_back.add(chosen.name)
                 left.append(waiter)
                 if waiter.engine is None and waiter.session_id is None:
                     left += self._waiters[position + 1 :]
@@ -157,7 +178,7 @@ class Router(Generic[E]):
         if session_id is not None and bound is not None and bound.name not in self._out:
             self._sessions.move_to_end(session_id)
             return bound
-        chosen = min(self.in_rotation, key=lambda engine: self._in_flight[engine.name])
+        chosen = min(self.in_rotation, key=lambda engine: self._in_flight[engine.name] / self.limit_of(engine))
         if session_id is not None:
             self._sessions[session_id] = chosen
             if len(self._sessions) > SESSIONS_KEPT:
@@ -227,3 +248,7 @@ class Router(Generic[E]):
         for idle in waiting:
             if not idle.done():
                 idle.set_result(None)
+
+
+def _constant(concurrency: int) -> Callable[[object], int]:
+    return lambda engine: concurrency

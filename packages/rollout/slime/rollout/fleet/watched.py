@@ -21,6 +21,8 @@ from slime.rollout.engines.base import HostedEngine, RunningEngine
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.keys import remember
 from slime.rollout.engines.process import EngineProcess, stop_all
+from slime.rollout.fleet.concurrency import ConcurrencyLimit
+from slime.rollout.fleet.load_watch import follow_load
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.restarts import RestartLimits, Restarts
 from slime.rollout.fleet.router import Router
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CONCURRENCY = "rollout/concurrency"
 LAST_CALL_SECONDS = 2.0
 # Seconds that a process may take to end after its connections broke.
 DEATH_SECONDS = 2.0
@@ -39,13 +42,15 @@ DEATH_SECONDS = 2.0
 class FleetOptions:
     """Options of a fleet; times in seconds.
 
-    concurrency: samples in flight per engine. routed_experts: whether answers hold the experts chosen for each token.
+    concurrency: samples in flight per engine, at most where the limit is tuned. tunes_concurrency: whether the limit of
+    each engine follows the engine's load. routed_experts: whether answers hold the experts chosen for each token.
     nuclei: whether answers hold the token ids that top-p and top-k left to sample from, where the engine can return
     them. stream_interval: tokens after which engines hand over what they have; 0: only whole answers; None: the default
     of each engine's kind. restarts: None makes the whole fleet fail with its first lost engine.
     """
 
     concurrency: int = 512
+    tunes_concurrency: bool = False
     request_timeout: float = 14400.0
     health_interval: float = 30.0
     health_timeout: float = 30.0
@@ -66,7 +71,7 @@ class WatchedEngines:
         for engine in engines:
             # Plug-ins may call the engines directly, and then need their keys.
             remember(engine.url, engine.api_key)
-        self.router: Router[Member] = Router(self.members, self.options.concurrency)
+        self.router: Router[Member] = Router(self.members, self._limit_of)
         self.error: EngineError | None = None
         self._failed: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[EngineError], None]] = []
@@ -80,6 +85,23 @@ class WatchedEngines:
     def _client(self, engine: RunningEngine) -> EngineClient:
         timeout = self.options.request_timeout
         return EngineClient(engine.url, engine.name, generate_timeout_seconds=timeout, api_key=engine.api_key)
+
+    def _limit_of(self, member: Member) -> int:
+        return self.options.concurrency if member.limit is None else member.limit.value
+
+    @property
+    def capacity(self) -> int:
+        """The number of samples that may be in flight at all engines together, as the limits are now."""
+        return sum(map(self._limit_of, self.members))
+
+    @property
+    def concurrency_metrics(self) -> dict[str, float]:
+        """The tuned limits of samples in flight per engine: mean, /min and /max; empty where limits are fixed."""
+        limits = [member.limit.value for member in self.members if member.limit is not None]
+        if not limits:
+            return {}
+        mean = sum(limits) / len(limits)
+        return {CONCURRENCY: mean, f"{CONCURRENCY}/min": float(min(limits)), f"{CONCURRENCY}/max": float(max(limits))}
 
     @property
     def alive(self) -> list[Member]:
@@ -107,6 +129,9 @@ class WatchedEngines:
         for member in self.members:
             await member.learn()
             self._watchers.append(asyncio.create_task(self._watch_health(member)))
+            if self.options.tunes_concurrency:
+                member.limit = ConcurrencyLimit(self.options.concurrency)
+                self._watchers.append(asyncio.create_task(follow_load(member, self.router)))
             if isinstance(member.engine, EngineProcess):
                 self._watchers.append(asyncio.create_task(self._watch_process(member)))
 

@@ -27,6 +27,7 @@ from slime.types.errors import WrongState
 
 ENGINE_WAIT = "perf/engine_wait_time"
 GIVEN_BACK = "rollout/aborted_groups"
+SURPLUS = 1.25
 
 
 class ContinuousCall:
@@ -67,18 +68,13 @@ async def generate_on(
 
     over_sampling: maximum number of groups in flight; None: as many as the engines take, at least a batch.
     """
-    if over_sampling is None:
-        capacity = args.sglang_server_concurrency * len(state.fleet.members)
-        most = max(args.rollout_batch_size, math.ceil(capacity / args.n_samples_per_prompt))
-    else:
-        most = over_sampling
     rollout = _Continuous(state, args, rollout_id, data_source, CALL.get())
-    rollout.most_in_flight, rollout.over_samples = most, (over_sampling or 0) > args.rollout_batch_size
+    rollout.over_sampling, rollout.over_samples = over_sampling, (over_sampling or 0) > args.rollout_batch_size
     await state.fleet.guard(rollout.go_on())
 
 
 class _Continuous(RolloutIteration):
-    most_in_flight: int
+    over_sampling: int | None
     over_samples: bool
 
     async def go_on(self) -> None:
@@ -105,7 +101,16 @@ class _Continuous(RolloutIteration):
         await asyncio.gather(*self.writes)
 
     def _fetch_size(self) -> int:
-        return self.most_in_flight - len(self.pending)
+        return self._most_in_flight() - len(self.pending)
+
+    def _most_in_flight(self) -> int:
+        if self.over_sampling is not None:
+            return self.over_sampling
+        groups = self.state.fleet.capacity / self.args.n_samples_per_prompt
+        if self.state.fleet.options.tunes_concurrency:
+            # A tuned limit grows only while requests wait for it.
+            groups = max(groups + 1, groups * SURPLUS)
+        return max(self.args.rollout_batch_size, math.ceil(groups))
 
     def _is_short(self) -> bool:
         return not self.over_samples

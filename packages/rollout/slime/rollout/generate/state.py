@@ -252,6 +252,7 @@ def _shape_of_routing(settings: RolloutSettings) -> dict[str, int]:
 def fleet_options(settings: RolloutSettings) -> FleetOptions:
     return FleetOptions(
         concurrency=settings.sglang_server_concurrency,
+        tunes_concurrency=settings.rollout_tune_concurrency,
         request_timeout=float(settings.sglang_router_request_timeout_secs),
         health_interval=settings.rollout_health_check_interval,
         health_timeout=settings.rollout_health_check_timeout,

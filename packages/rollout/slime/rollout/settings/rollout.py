@@ -212,6 +212,11 @@ class RolloutSettings(
     )
     rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
     sglang_server_concurrency: int = setting(512, "Maximum number of samples in flight per engine", minimum=1)
+    rollout_tune_concurrency: bool = setting(
+        False,
+        "Let the number of samples in flight at each engine follow the engine's load, up to "
+        "--sglang-server-concurrency: more while nothing queues there, fewer when its cache is full",
+    )
     sglang_router_request_timeout_secs: int = setting(14400, "Seconds that one generation request may take", minimum=1)
     rollout_stream_interval: int | None = setting(
         None,
