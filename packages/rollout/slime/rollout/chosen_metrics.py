@@ -19,7 +19,7 @@ CATEGORIES = 50
 NO_CATEGORY, OTHER_CATEGORIES = "none", "other"
 
 
-class Generated(Protocol):
+class Measured(Protocol):
     """The fields of a sample that its metrics come from; a summary of the buffer has them too."""
 
     @property
@@ -38,7 +38,7 @@ class Generated(Protocol):
     def weight_versions(self) -> list[str]: ...
 
 
-def category_shares(samples: Sequence[Generated], key: str) -> dict[str, float]:
+def category_shares(samples: Sequence[Measured], key: str) -> dict[str, float]:
     """Returns error_cat/VALUE: the share of samples whose reward has VALUE under `key`, for the 50 most frequent ones.
 
     error_cat/none: samples whose reward has no such entry. error_cat/other: samples with rarer values.
@@ -54,7 +54,7 @@ def category_shares(samples: Sequence[Generated], key: str) -> dict[str, float]:
     return {f"error_cat/{value}": count / len(samples) for value, count in shown.items()}
 
 
-def multi_turn_metrics(samples: Sequence[Generated], max_response_len: int) -> dict[str, float]:
+def multi_turn_metrics(samples: Sequence[Measured], max_response_len: int) -> dict[str, float]:
     """Returns the metrics of --log-multi-turn, each _mean, _max and _min.
 
     multi_turn/raw_response_length/response_length   all tokens of the response; _clip_ratio: the share of samples with
@@ -74,7 +74,7 @@ def multi_turn_metrics(samples: Sequence[Generated], max_response_len: int) -> d
     return metrics
 
 
-def correct_metrics(samples: Sequence[Generated], max_response_len: int) -> dict[str, float]:
+def correct_metrics(samples: Sequence[Measured], max_response_len: int) -> dict[str, float]:
     """Returns the metrics of --log-correct-samples, where there are any. samples: those with reward 1.
 
     rollout/correct_response_lengths   mean, in tokens
@@ -96,9 +96,7 @@ def correct_metrics(samples: Sequence[Generated], max_response_len: int) -> dict
     return metrics
 
 
-def chosen_metrics(
-    samples: Sequence[Generated], correct: Sequence[Generated], args: RolloutSettings
-) -> dict[str, float]:
+def chosen_metrics(samples: Sequence[Measured], correct: Sequence[Measured], args: RolloutSettings) -> dict[str, float]:
     """Returns the metrics of an iteration that flags ask for. correct: the samples with reward 1."""
     metrics: dict[str, float] = {}
     if args.log_multi_turn:
@@ -116,7 +114,7 @@ def _spread(name: str, values: Iterable[float]) -> dict[str, float]:
     return {f"{name}_mean": float(array.mean()), f"{name}_max": float(array.max()), f"{name}_min": float(array.min())}
 
 
-def _turns(sample: Generated) -> float | None:
+def _turns(sample: Measured) -> float | None:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     for key in ("round_number", "num_turns"):
         value = metadata.get(key)
@@ -125,7 +123,7 @@ def _turns(sample: Generated) -> float | None:
     return None
 
 
-def _surprise(sample: Generated) -> float | None:
+def _surprise(sample: Measured) -> float | None:
     """Returns the mean of -log p over the tokens with loss mask 1; None without them or their log-probs."""
     if not isinstance(sample, Sample) or sample.rollout_log_probs is None:
         return None

@@ -9,14 +9,14 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from slime.rollout.chosen_metrics import Generated, category_shares, chosen_metrics
+from slime.rollout.chosen_metrics import Measured, category_shares, chosen_metrics
 from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.sample.status import SampleStatus
 
 
-def rollout_metrics(groups: Sequence[Sequence[Generated]], args: RolloutSettings) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Sequence[Measured]], args: RolloutSettings) -> dict[str, float]:
     """Returns the metrics of an iteration. groups: flat lists of samples. The segments that one sample
     fanned out into count as one reward.
 
@@ -61,7 +61,7 @@ def rollout_metrics(groups: Sequence[Sequence[Generated]], args: RolloutSettings
     return metrics | chosen_metrics(samples, correct, args) | agent_metrics(samples)
 
 
-def agent_metrics(samples: Iterable[Generated]) -> dict[str, float]:
+def agent_metrics(samples: Iterable[Measured]) -> dict[str, float]:
     """Returns metrics of the episodes of agents; empty where there were none.
 
     rollout/agents/episodes, /failed   numbers of episodes
@@ -69,7 +69,7 @@ def agent_metrics(samples: Iterable[Generated]) -> dict[str, float]:
     rollout/agents/branches            segments that begin inside another one
     rollout/agents/drifted_turns       turns whose history was encoded again, and gave other tokens
     """
-    episodes: dict[Any, list[Generated]] = {}
+    episodes: dict[Any, list[Measured]] = {}
     for sample in samples:
         session = sample.metadata.get("gateway_session_id") if isinstance(sample.metadata, dict) else None
         if session is not None:
@@ -163,7 +163,7 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     return rates
 
 
-def _rewards(group: Sequence[Generated], args: RolloutSettings) -> list[float]:
+def _rewards(group: Sequence[Measured], args: RolloutSettings) -> list[float]:
     values: dict[Any, float] = {}
     for position, sample in enumerate(group):
         key = ("rollout", sample.rollout_id) if sample.rollout_id is not None else ("sample", position)
@@ -173,7 +173,7 @@ def _rewards(group: Sequence[Generated], args: RolloutSettings) -> list[float]:
     return list(values.values())
 
 
-def _raw_reward(sample: Generated, args: RolloutSettings) -> float | None:
+def _raw_reward(sample: Measured, args: RolloutSettings) -> float | None:
     """Returns the reward as it was before a penalty; None for a sample without one."""
     # Metadata may hold anything that a client sent.
     for value in (sample.metadata.get("raw_reward"), _reward(sample, args)):
@@ -182,7 +182,7 @@ def _raw_reward(sample: Generated, args: RolloutSettings) -> float | None:
     return None
 
 
-def _reward(sample: Generated, args: RolloutSettings) -> Any:
+def _reward(sample: Measured, args: RolloutSettings) -> Any:
     """Returns the reward, or its entry `args.reward_key`; None where there is none.
 
     A sample that failed before it was scored is left out of the metrics. If it is to be trained on, the buffer or the

@@ -10,7 +10,7 @@ from slime.types.errors import InvalidSetting
 
 # Exit code of a program whose reader has left, as a shell shows a process that SIGPIPE ended.
 PIPE_CLOSED = 141
-# Of a program that Ctrl-C ended.
+# The exit code of a program that Ctrl-C ended.
 INTERRUPTED = 130
 
 
