@@ -39,6 +39,8 @@ CONTRACT_TESTS = {
 }  # fmt: skip
 # packages/rollout/tests/agents/test_rollout_agents_in_process.py plays such agents.
 PLAYED = {"--custom-agent-path"}
+# packages/trainer/tests/weight_sync/test_trainer_weight_sync.py publishes weights with such a function.
+PUBLISHED = {"--custom-update-weight-post-write-path"}
 # Settings that a function is used with, in a training step on a tiny model.
 TRAINED: dict[str, dict[str, Any]] = {
     "--custom-reward-post-process-path": {},
@@ -96,7 +98,7 @@ def test_the_page_shows_every_plugin_of_the_command_line() -> None:
     shown = {flag for _, flag, *_ in SHOWN}
     assert available - not_functions - shown == set()
     assert all(flag in content(PAGE) for flag in available - {"--custom-config-path", "--megatron-config-path"})
-    assert shown == set().union(*CONTRACT_TESTS.values()) | set(TRAINED) | PLAYED
+    assert shown == set().union(*CONTRACT_TESTS.values()) | set(TRAINED) | PLAYED | PUBLISHED
 
 
 @pytest.mark.parametrize(("flag", "file", "name"), [shown[1:4] for shown in SHOWN])

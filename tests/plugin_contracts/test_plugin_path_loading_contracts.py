@@ -64,6 +64,7 @@ DOCUMENTED = {
     "custom_advantage_function_path": "args, rollout_data",
     "custom_loss_function_path": "args, batch, logits, sum_of_sample_mean",
     "custom_pg_loss_reducer_function_path": "total_lengths, response_lengths, loss_masks, calculate_per_token_loss",
+    "custom_update_weight_post_write_path": "args, version_dir, rollout_engines",
     "custom_megatron_init_path": "args",
     "custom_megatron_before_log_prob_hook_path": "args, model, store_prefix",
     "custom_megatron_before_train_step_hook_path": "args, rollout_id, step_id, model, optimizer, opt_param_scheduler",

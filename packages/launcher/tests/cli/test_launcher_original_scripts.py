@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +33,7 @@ SCRIPTS = {
     )
 }
 # Beginning of a directory's name -> model, and what its config.json has otherwise.
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B": ("qwen3-30B-A3B", {}),
     "Qwen3-235B": ("qwen3-235B-A22B", {}),
     "Qwen3-32B": ("qwen3-32B", {}),

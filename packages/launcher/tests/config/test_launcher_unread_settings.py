@@ -26,6 +26,10 @@ CASES: dict[str, tuple[str, str, str]] = {
         "--update-weight-disk-keep-files --update-weight-disk-dir d", "--update-weight-transport disk",
         "--check-weight-update-equal",
     ),
+    "custom_update_weight_post_write_path": (
+        "--custom-update-weight-post-write-path a.b --update-weight-disk-dir d", "--update-weight-transport disk",
+        "--check-weight-update-equal",
+    ),
     "rollout_num_engines": ("--rollout-num-engines 2", "", "--rollout-external-engine-addrs h:1"),
     "rollout_engine": ("--rollout-engine sglang", "", "--rollout-external-engine-addrs h:1"),
     "rollout_num_gpus": ("--rollout-num-gpus 2", "", "--rollout-external-engine-addrs h:1"),

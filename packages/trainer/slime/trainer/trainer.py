@@ -76,7 +76,7 @@ class Trainer:
         )  # fmt: skip
         self._planner = Planner(settings, feeds_all=self.backend.needs_every_sample)
         self._weight_sender = (
-            None if rollout is None else WeightSender(settings, ranks, self.backend, rollout, self._source)
+            None if rollout is None else WeightSender(settings, ranks, self.backend, rollout, self._source, self._args)
         )
         self._process_rewards = load_setting(settings, "custom_reward_post_process_path")
         self._convert = load_setting(settings, "custom_convert_samples_to_train_data_path")

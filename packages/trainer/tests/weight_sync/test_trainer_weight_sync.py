@@ -2,7 +2,8 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from slime.trainer.checkpoints import checkpoint
 from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.weight_sync.base import Weights, WeightTransport, buckets
 from slime.trainer.weight_sync.disk import DiskTransport
+from slime.trainer.weight_sync.sender import WeightSender
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.trainer.weight_sync.transaction import push as push_together
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, NotAvailable, WrongState
+from slime.types.plugins import find_function
 
 TRANSPORTS = {"embedded": ("tensor", "disk"), "sglang": ("nccl", "disk")}
 
@@ -68,7 +71,7 @@ class StandInRollout:
         self.calls.append(("begin", weight_version))
         return self.engines
 
-    def onload(self, timeout: float | None = None) -> None:
+    def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
         assert timeout is not None and self.calls[-1][0] == "begin"
 
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
@@ -197,3 +200,35 @@ def test_the_first_failure_is_the_one_that_is_raised(engines: list[StandInEngine
     engines[0].status = 503
     with pytest.raises(EngineError, match="status 503"):
         push(Refusing([engines[0].describe("engine-0")]), TensorTransport(10**9, 5), 1, iter(()), 10)
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_a_function_of_the_user_publishes_each_version_before_engines_read_it(
+    model: str, engines: list[StandInEngine], tmp_path: Path, mode: str
+):
+    (tmp_path / "publish.py").write_text(
+        "import os\nseen = []\ndef commit(args, version_dir, rollout_engines):\n"
+        "    names = [engine.name for engine in rollout_engines]\n"
+        "    seen.append((args.lr, os.path.basename(version_dir), bool(os.listdir(version_dir)), names))\n"
+        "    if len(seen) == 3:\n        raise RuntimeError('volume is full')\n"
+    )
+    path = f"{tmp_path}/publish.py:commit"
+    rollout: Any = StandInRollout([replace(engines[0].describe("engine-0"), delta_carriers=("disk",))])
+    settings = make_settings(
+        model, lr=0.5, update_weight_mode=mode, update_weight_transport="disk", update_weight_disk_dir=str(tmp_path),
+        custom_update_weight_post_write_path=path,
+    )  # fmt: skip
+    runner = Runner(settings)
+    sender = WeightSender(settings, alone(), runner.backend, rollout, Path(model))
+    seen = find_function(path).__globals__["seen"]
+    for version in (1, 2):
+        sender.push(version)
+        assert len(seen) == version
+    assert seen == [(0.5, f"weight_v{version:06d}", True, ["engine-0"]) for version in (1, 2)]
+    read = len(engines[0].requests)
+    with pytest.raises(RuntimeError, match="volume is full"):
+        sender.push(3)
+    assert "commit 3" not in rollout.calls and "/update_weights_from_disk" not in [
+        request[0] for request in engines[0].requests[read:]
+    ]
+    sender.close()

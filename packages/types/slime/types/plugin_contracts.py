@@ -139,6 +139,8 @@ CONTRACTS: dict[str, Contract] = {
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
         "a function from the loss of each token to a number",
     ),
+    # Weight updates
+    "--custom-update-weight-post-write-path": Contract(("args", "version_dir", "rollout_engines"), "None"),
     # Megatron
     "--custom-model-provider-path": Contract(
         (), "the model", keywords=("pre_process", "post_process"), optional=("vp_stage",),

@@ -81,11 +81,11 @@ def _layer(config: Config, has_experts: int) -> Iterator[Parameter]:
 
 def _flash_arguments(config: Config) -> dict[str, Any]:
     refuse(rope(config), "partial_rotary_factor", 1.0, "latent attention rotates all of its rotary channels")
-    return _arguments(FLASH_DEFAULTS | config)
+    return _arguments({**FLASH_DEFAULTS, **config})
 
 
 def _flash_parameters(config: Config) -> Iterator[Parameter]:
-    return _parameters(FLASH_DEFAULTS | config)
+    return _parameters({**FLASH_DEFAULTS, **config})
 
 
 DEEPSEEK_V3 = Family("DeepSeek V3", ("deepseek_v3", "kimi_k2"), _arguments, _parameters, shared_copies)

@@ -103,7 +103,10 @@ EFFECTS = (
         ("update_weight_disk_dir",), "--update-weight-transport disk or --check-weight-update-equal",
         _any(_DISK, _on("check_weight_update_equal")), refused=True,
     ),
-    Effect(("update_weight_disk_keep_files",), "--update-weight-transport disk", _DISK, refused=True),
+    Effect(
+        ("update_weight_disk_keep_files", "custom_update_weight_post_write_path"), "--update-weight-transport disk",
+        _DISK, refused=True,
+    ),
     Effect(
         (
             "rollout_num_engines", "rollout_engine_dtype", "rollout_engine_device", "rollout_engine_threads",

@@ -25,9 +25,6 @@ PLANNED: dict[str, str] = {
         use-gated-attention""",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "the trainer has one attention, for packed rows": "attn-implementation",
-    "engines read the files of a weight update as soon as rank 0 has written them": (
-        "custom-update-weight-post-write-path"
-    ),
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
         sglang-router-ip sglang-router-port use-distributed-post http-proxy use-slime-router""",
     "the engines of a run are all alike": "prefill-num-servers sglang-config",

@@ -162,6 +162,12 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
         metavar="DIR",
     )
     update_weight_disk_keep_files: bool = setting(False, "Keep published weights after the engines have read them")
+    custom_update_weight_post_write_path: str | None = setting(
+        None,
+        "Function that is called after the files of a weight update are written and before engines read them: where a "
+        "disk shows writes to other hosts only after a step of its own",
+        metavar="PATH",
+    )
     update_weight_delta_encoding: str = setting(
         "xor",
         "Content of a delta: the bits that differ (xor, which compresses best), or the new values (overwrite)",

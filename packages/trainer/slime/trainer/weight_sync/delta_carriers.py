@@ -17,7 +17,7 @@ from slime.trainer.checkpoints.hf_directory import WRITER
 from slime.trainer.weight_sync.base import Weights
 from slime.trainer.weight_sync.delta import Buckets, DeltaCarrier
 from slime.trainer.weight_sync.ipc import encoded
-from slime.trainer.weight_sync.published import FIELD, PublishedVersions
+from slime.trainer.weight_sync.published import FIELD, AfterWrite, PublishedVersions
 from slime.trainer.weight_sync.requests import EngineRequests, wait_for
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
@@ -89,9 +89,11 @@ class DiskCarrier(DeltaCarrier):
         timeout_seconds: float,
         *,
         keep_files: bool = False,
+        after_write: AfterWrite | None = None,
     ) -> None:
         self._versions = PublishedVersions(directory, keep=keep_files)
         self._local = local_directory
+        self._after_write = after_write
         self._write = write_directory
         self._requests = EngineRequests(timeout_seconds)
 
@@ -129,6 +131,8 @@ class DiskCarrier(DeltaCarrier):
         self, engines: Sequence[Engine], path: Path, version: int, lineage: str, what: str
     ) -> dict[str, EngineError]:
         """Has the engines read the published directory; returns the errors of those that refused it."""
+        if self._after_write is not None:
+            self._after_write(path, engines)
         with_checkpoint = [engine for engine in engines if _loads_checkpoint(engine)]
         places = {engine.name: str(path) for engine in engines}
         if with_checkpoint:

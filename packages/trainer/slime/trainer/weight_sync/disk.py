@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime.trainer.weight_sync.base import Weights, WeightTransport
-from slime.trainer.weight_sync.published import PublishedVersions
+from slime.trainer.weight_sync.published import AfterWrite, PublishedVersions
 from slime.trainer.weight_sync.requests import JSON, EngineRequests
 from slime.types.clients import Engine
 
@@ -24,14 +24,18 @@ class DiskTransport(WeightTransport):
         timeout_seconds: float,
         *,
         keep_files: bool = False,
+        after_write: AfterWrite | None = None,
     ) -> None:
         self._versions = PublishedVersions(directory, keep=keep_files)
         self._write = write_directory
+        self._after_write = after_write
         self._requests = EngineRequests(timeout_seconds)
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         with self._versions.version(version) as path:
             size = self._write(path, weights)
+            if self._after_write is not None:
+                self._after_write(path, engines)
             body = json.dumps({"model_path": str(path), "weight_version": str(version), "flush_cache": False}).encode()
             self._requests.post(engines, "/update_weights_from_disk", body, JSON, path.name)
         return size

@@ -13,15 +13,18 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from slime.types.clients import Engine
 from slime.types.directories import clear_leftovers, path_errors, remove_written
 from slime.types.errors import SlimeError
 from slime.types.scratch import ScratchDirectory
 
 FIELD = "--update-weight-disk-dir"
+# Called with the directory of a version, once its files are written, and the engines that read it next.
+AfterWrite = Callable[[Path, Sequence[Engine]], None]
 PREFIX = "slime-weights-"
 SHOWN = 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from slime.trainer.backends.base import Backend
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.process.collective import Ranks
-from slime.trainer.settings.trainer import TrainerSettings
+from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.trainer.weight_sync.base import Weights, WeightTransport
 from slime.trainer.weight_sync.delta import DeltaTransport
 from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
@@ -20,10 +21,12 @@ from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.equality import EqualityCheck
 from slime.trainer.weight_sync.ipc import IpcTransport
 from slime.trainer.weight_sync.nccl import NcclTransport
+from slime.trainer.weight_sync.published import AfterWrite
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.trainer.weight_sync.transaction import Engines, push
 from slime.types.clients import Engine
 from slime.types.errors import NotAvailable
+from slime.types.plugins import load_setting
 from slime.types.weight_deltas.checksums import find_checksum
 from slime.types.weight_deltas.encoding import zstandard_module
 
@@ -31,13 +34,20 @@ from slime.types.weight_deltas.encoding import zstandard_module
 class WeightSender:
     """Sends the policy of `backend` to the engines of a rollout service. Its methods are collective.
 
-    source: directory of the config and tokenizer files for models that are written.
+    source: directory of the config and tokenizer files for models that are written. args: the namespace that plug-ins
+    receive; the trainer's settings without it.
 
-    Raises NotAvailable where a package that deltas need is not installed.
+    Raises NotAvailable where a package that deltas need is not installed, PluginError.
     """
 
     def __init__(
-        self, settings: TrainerSettings, ranks: Ranks, backend: Backend, rollout: Engines, source: Path
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        backend: Backend,
+        rollout: Engines,
+        source: Path,
+        args: Any = None,
     ) -> None:
         if settings.update_weight_mode == "delta":
             # The first delta is encoded after a rollout and an update, which would be lost.
@@ -48,6 +58,11 @@ class WeightSender:
         self._backend = backend
         self._rollout = rollout
         self._source = source
+        hook = load_setting(settings, "custom_update_weight_post_write_path")
+        self._after_write: AfterWrite | None = None
+        if hook is not None:
+            given = flat_args(settings) if args is None else args
+            self._after_write = lambda path, engines: hook(given, str(path), list(engines))
         self._dtype = getattr(torch, settings.wire_dtype)
         # Kept from update to update, with the connections and buffers that they have built up.
         self._transports: dict[str, WeightTransport] = {}
@@ -98,12 +113,17 @@ class WeightSender:
             if name == "disk":
                 assert s.update_weight_disk_dir is not None
                 local, keep = s.update_weight_local_checkpoint_dir, s.update_weight_disk_keep_files
-                carrier = DiskCarrier(s.update_weight_disk_dir, local, self._write, timeout, keep_files=keep)
+                carrier = DiskCarrier(
+                    s.update_weight_disk_dir, local, self._write, timeout,
+                    keep_files=keep, after_write=self._after_write,
+                )  # fmt: skip
             return DeltaTransport(carrier, s.update_weight_delta_encoding, s.update_weight_delta_checksum, size)
         if name == "disk":
             assert s.update_weight_disk_dir is not None
             keep = s.update_weight_disk_keep_files
-            return DiskTransport(s.update_weight_disk_dir, self._write, timeout, keep_files=keep)
+            return DiskTransport(
+                s.update_weight_disk_dir, self._write, timeout, keep_files=keep, after_write=self._after_write
+            )
         if name == "ipc":
             return IpcTransport(self._ranks, size, timeout)
         if name == "nccl":
