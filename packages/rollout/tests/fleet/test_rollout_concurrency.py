@@ -138,7 +138,7 @@ def test_the_limit_stays_within_its_bounds(most: int, history: list[tuple[object
 def test_whatever_happened_an_engine_with_room_is_filled_again(history: list[tuple[object, ...]]) -> None:
     limit = ConcurrencyLimit(MOST)
     play(limit, history)
-    for _ in range(600):
+    for _ in range(60):
         window(limit, load(usage=0.2))
     assert limit.value == MOST
 
@@ -148,7 +148,7 @@ def test_whatever_happened_an_engine_with_room_is_filled_again(history: list[tup
 def test_whatever_happened_it_goes_down_to_one_sample_but_not_below(history: list[tuple[object, ...]]) -> None:
     limit = ConcurrencyLimit(MOST)
     play(limit, history)
-    for _ in range(400):
+    for _ in range(300):
         window(limit, load(usage=1.0))
     assert limit.value == 1
 
@@ -175,7 +175,7 @@ def fresh(engine: SimulatedEngine, **changed: object) -> SimulatedEngine:
 
 def best_of(engine: SimulatedEngine, seconds: float) -> float:
     rates = []
-    for value in (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512):
+    for value in (8, 32, 64, 96, 128, 512):
         one = fresh(engine)
         one.serve(value, 15)
         rates.append(one.serve(value, seconds))

@@ -11,7 +11,7 @@ import pytest
 from rollout_fakes import FakeBuffer, FakeEngine, prompt_groups
 
 from slime.rollout.fleet import load_watch
-from slime.rollout.fleet.concurrency import START
+from slime.rollout.fleet.concurrency import POLLS, START
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.sglang_rollout import generate_rollout
@@ -71,7 +71,7 @@ def test_more_requests_are_sent_while_none_waits_at_the_engine(tuned, held) -> N
     assert fleet.capacity == START
     Requests(fleet, 40)
     wait_until(lambda: len(held.requests) == 40)
-    assert held.polled[0] == START and fleet.capacity == 32 + 32
+    assert max(held.polled[:POLLS]) <= START and fleet.capacity == 64
     assert fleet.concurrency_metrics == {
         "rollout/concurrency": 64.0, "rollout/concurrency/min": 64.0, "rollout/concurrency/max": 64.0,
     }  # fmt: skip
@@ -81,7 +81,7 @@ def test_an_engine_that_reports_no_load_has_the_fixed_limit_and_that_is_logged_o
     fleet = tuned(held).fleet
     Requests(fleet, 40)
     wait_until(lambda: len(held.requests) == 40)
-    assert fleet.capacity == 64 and fleet.concurrency_metrics == {} and held.polled == [START]
+    assert fleet.capacity == 64 and fleet.concurrency_metrics == {} and len(held.polled) == 1
     assert [record.args[:2] for record in caplog.records if "does not report its load" in record.msg] == [
         ("fake-0", 64)
     ]

@@ -129,11 +129,15 @@ class WatchedEngines:
         for member in self.members:
             await member.learn()
             self._watchers.append(asyncio.create_task(self._watch_health(member)))
-            if self.options.tunes_concurrency:
-                member.limit = ConcurrencyLimit(self.options.concurrency)
-                self._watchers.append(asyncio.create_task(follow_load(member, self.router)))
+            self._tune(member)
             if isinstance(member.engine, EngineProcess):
                 self._watchers.append(asyncio.create_task(self._watch_process(member)))
+
+    def _tune(self, member: Member) -> None:
+        """Gives a member a limit that follows its load, where that is asked for."""
+        if self.options.tunes_concurrency:
+            member.limit = ConcurrencyLimit(self.options.concurrency)
+            self._watchers.append(asyncio.create_task(follow_load(member, self.router)))
 
     def stop(self, grace_seconds: float | None = None) -> None:
         """Stops watching, and stops the engines that this service started, all at the same time."""
