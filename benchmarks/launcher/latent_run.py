@@ -78,12 +78,16 @@ class LatentEngine:
             app.router.add_post(path, self._ok)
         for path in ("/model_info", "/server_info", "/health_generate"):
             app.router.add_get(path, self._ok)
+        self._add_routes(app)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
         sockets: Any = site._server
         self.address = f"127.0.0.1:{sockets.sockets[0].getsockname()[1]}"
+
+    def _add_routes(self, app: web.Application) -> None:
+        """Adds the routes of a subclass."""
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
