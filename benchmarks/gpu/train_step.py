@@ -5,6 +5,8 @@
     torchrun --master-addr 127.0.0.1 --nproc-per-node 2 benchmarks/gpu/train_step.py --shapes 0.6b --backends fsdp
     # Without a GPU, to see that it runs:
     python benchmarks/gpu/train_step.py --shapes tiny --samples 8 --length 64 --row 256 --dtype float32
+    python benchmarks/gpu/train_step.py --shapes tiny --lengths turns turns-apart --peers --samples 16 --prompt 128 \\
+        --turn 64 --response 64 --row 4096 --dtype float32
 
 step         `TrainStep.run`: samples packed into rows, log-probs, loss, backward pass, clipping, AdamW; weights random
 eager        AutoModelForCausalLM with sdpa, rows of equal length without padding, cross-entropy of every token,
@@ -15,8 +17,10 @@ Every step has other samples. Lengths are equal, or ragged: log-uniform from 16 
 fill 98.5 % of the same number of rows; or log-normal with a mean of `--length`, four times that at most, in groups of 8
 with a prompt of 64 tokens. Only samples' own tokens are counted. Groups are of 8 samples with one prompt of
 `--prompt` tokens and `--response` tokens each, `--samples` in all; "apart" are the same samples with every prompt laid
-out anew. full: tokens of rows that are samples'; shapes: of rows; later: what was compiled and what was
-captured in the steps that are measured.
+out anew. Turns are such groups with four turns of `--turn` tokens more in common, between the prompt and the response
+of each sample; every other sample is one that its trajectory fans out into. "turns-apart" are the same samples one by
+one. full: tokens of rows that are samples'; shapes: of rows; later: what was compiled and what was captured in the
+steps that are measured.
 reserved: GiB that the process had of the GPU; above: of them, more than between steps. missed: compiled graphs that the
 cache of an earlier process did not have, all steps included.
 
@@ -58,7 +62,9 @@ from slime.types.clients import SampleSummary
 from workload import SHAPES, make_samples, regrouped, release, write_model
 
 WARM_UP = 3
-LENGTHS = ("equal", "ragged", "log-normal", "groups", "apart")
+LENGTHS = ("equal", "ragged", "log-normal", "groups", "apart", "turns", "turns-apart")
+# Kinds of samples that are laid out one by one -> those that share.
+APART = {"apart": "groups", "turns-apart": "turns"}
 
 
 def main() -> int:
@@ -111,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024, help="Tokens of a sample, three quarters of them response")
     parser.add_argument("--prompt", type=int, default=1024, help="Tokens of the prompt of a group")
     parser.add_argument("--response", type=int, default=128, help="Tokens of each response of a group")
+    parser.add_argument("--turn", type=int, default=256, help="Tokens of each of the turns that a group has in common")
     parser.add_argument("--row", type=int, default=8192, help="Most tokens of a forward pass")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -209,7 +216,7 @@ class MeasuredSteps:
         rows = self._static_rows
         return {
             "full": self.metrics["perf/row_tokens"] / self.metrics["train/micro_batches"] / limit,
-            "rows": self.metrics["train/micro_batches"],
+            "rows": self.metrics["train/micro_batches"], "row_tokens": self.metrics["perf/row_tokens"],
             "row_shapes": rows and len(rows.shapes), "graphs": rows and rows.num_graphs,
             "shapes": rows and [dataclasses.asdict(shape) for shape in rows.shapes],
             "captured_in_measured_steps": rows and rows.captured - (self._captured_warm or 0),
@@ -235,7 +242,7 @@ def step_of(
     ).on(device.type)  # fmt: skip
     implementation = getattr(options, "transformer_impl", None)
     megatron = {"transformer_impl": implementation} if implementation else {}
-    step = MeasuredSteps(settings, ranks, device, steps, megatron, share=kind != "apart")
+    step = MeasuredSteps(settings, ranks, device, steps, megatron, share=kind not in APART)
     return step, step.backend.num_parameters
 
 
@@ -349,6 +356,12 @@ def table(result: dict[str, Any]) -> str:
             f"{full:>6} {counts[0]:>6} {counts[1]:>6} {later:>14} "
             f"{row['cache_misses']:>6} {row['first_seconds']:>8.0f} {numbers}"
         )
+    for row in result["rows"]:
+        step, _, kind = row["name"].rpartition(", ")
+        shared = medians.get((row["shape"], f"{step}, {APART.get(kind)}"))
+        if shared is not None:
+            faster = shared / medians[row["shape"], row["name"]]
+            lines.append(f"{row['shape']} {step}, {APART[kind]}: {faster:.2f} times as fast as the same samples apart")
     return "\n".join(lines)
 
 

@@ -54,6 +54,8 @@ def make_samples(options: argparse.Namespace, vocabulary: int, kind: str = "equa
     random = np.random.default_rng(seed)
     if kind in ("groups", "apart"):
         return make_groups(vocabulary, random, options.prompt, [options.response] * options.samples)
+    if kind in ("turns", "turns-apart"):
+        return make_turns(vocabulary, random, options)
     if kind == "log-normal":
         drawn = random.lognormal(np.log(options.length) - 0.5, 1.0, options.samples)
         return make_groups(vocabulary, random, 64, [int(min(max(2, n), 4 * options.length)) for n in drawn])
@@ -77,6 +79,8 @@ def regrouped(samples: list[Sample]) -> list[Sample]:
     """Returns the samples of all ranks numbered anew: each rank brings groups of its own."""
     for i, sample in enumerate(samples):
         sample.index, sample.group_index = i, i // 8
+        if sample.rollout_id is not None:
+            sample.rollout_id = i // 2
     return samples
 
 
@@ -90,6 +94,26 @@ def make_groups(vocabulary: int, random: np.random.Generator, prompt: int, respo
         )
         for i, size in enumerate(responses)
     ]  # fmt: skip
+
+
+def make_turns(vocabulary: int, random: np.random.Generator, options: argparse.Namespace) -> list[Sample]:
+    """Groups of 8 whose samples have a prompt and four turns in common, of a model and of a tool in turns. Every other
+    sample is one that its trajectory fans out into, and has these turns in its prompt."""
+    written = np.repeat(np.tile([1, 0], 2), options.turn).astype(np.uint8)
+    own, samples = np.ones(options.response, np.uint8), []
+    for i in range(options.samples):
+        if i % 8 == 0:
+            common = random.integers(3, vocabulary, options.prompt + len(written))
+        mask = own if i % 2 else np.concatenate([written, own])
+        tokens = np.concatenate([common, random.integers(3, vocabulary, options.response)]).astype(np.int32)
+        samples.append(
+            Sample(
+                index=i, group_index=i // 8, rollout_id=i // 2, reward=float(i // 2 % 2), tokens=tokens,
+                response_length=len(mask), loss_mask=mask,
+                rollout_log_probs=np.where(mask, -3.0, 0.0).astype(np.float32),
+            )
+        )  # fmt: skip
+    return samples
 
 
 def release(device: torch.device) -> None:

@@ -178,8 +178,9 @@ def _rollout_key(summary: SampleSummary, position: int) -> tuple[str, int]:
 
 
 def lengths_of(plan: dict[str, Any], *, share_prompts: bool = True) -> Lengths:
-    """Returns the tokens that the plan's samples take in rows. An estimate: prompts may turn out not to be shared.
+    """Returns the tokens that the plan's samples take in rows.
 
+    An estimate: samples may turn out to share no prompt, or more than a prompt.
     Plans that an earlier version stored have no groups.
     """
     total = plan["lengths"]

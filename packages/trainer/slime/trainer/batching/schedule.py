@@ -19,7 +19,8 @@ Cost = Callable[[int], float]
 class Lengths:
     """Tokens of samples in micro-batches, where a prompt that several samples share is laid out once.
 
-    total: by position; prompts: (which prompt, its tokens) by position, for samples that may share one.
+    total: by position; prompts: (which prompt, its tokens) by position, for samples that may share one; or in place of
+    the prompt the trunk of a sample (trunks.py).
     """
 
     total: Mapping[int, int] | Sequence[int]

@@ -14,6 +14,7 @@ every level.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -108,11 +109,18 @@ class Prefixes:
     cuts: Sequence[Sequence[int]]
     digests: Mapping[int, Sequence[str]]
 
+    @functools.cached_property
+    def _set_of(self) -> dict[int, int]:
+        return {p: number for number, members in enumerate(self.sets) for p in members}
+
     def trunks(self, positions: Iterable[int]) -> dict[int, Trunk]:
         """Returns the trunks that leave the fewest tokens of these samples; a sample that shares none has none."""
-        wanted, found = set(positions), {}
-        for number, members in enumerate(self.sets):
-            present = [p for p in members if p in wanted and p in self.digests]
+        by_set: dict[int, list[int]] = {}
+        for p in positions:
+            if p in self._set_of and p in self.digests:
+                by_set.setdefault(self._set_of[p], []).append(p)
+        found: dict[int, Trunk] = {}
+        for number, present in by_set.items():
             if len(present) > 1:
                 _, trunks, _ = _Search().best(self._tree(present, number, 0), 0)
                 found |= {p: trunk for trunk, sharing in trunks for p in sharing}
