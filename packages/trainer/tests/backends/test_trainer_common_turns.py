@@ -1,6 +1,7 @@
 """Turns that samples have in common are computed once, with the numbers of samples laid out one by one."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,30 @@ def test_samples_of_a_trajectory_keep_their_weights_and_their_counts(model: str)
         mask = torch.as_tensor(sample.array("loss_mask"))
         weight = 1 / 9 / sum(sum(s.loss_mask or ()) for s in siblings)
         torch.testing.assert_close(shared[position], mask * weight, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("by_flops", [False, True])
+def test_whatever_a_row_may_hold_turns_never_cost_tokens_or_rows(
+    model: str, by_flops: bool, prompts_alone: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(make_settings(model, rewards_normalization=False, use_rollout_entropy=True))
+    samples = turn_samples()
+    plan, trained = runner.plan(0, samples), runner.settings
+
+    def rows(most: int) -> tuple[int, int]:
+        runner._step.settings = dataclasses.replace(trained, max_tokens_per_gpu=most, balance_by_flops=by_flops)
+        (work,) = runner._step._read(plan, lambda positions: (samples[p] for p in positions))
+        held = [batch.tokens.shape[1] for batch in work.batches if batch is not None]
+        assert by_flops or len(held) < 2 or max(held) <= max(most, max(len(s.array("tokens")) for s in samples))
+        return sum(held), len(held)
+
+    limits = range(10, 130, 3)
+    by_prompts = [rows(most) for most in limits]
+    prompts_alone.undo()
+    found = [rows(most) for most in limits]
+    for one, other in zip(found, by_prompts, strict=True):
+        assert one[0] <= other[0] and one[1] <= other[1]
+    assert sum(tokens for tokens, _ in found) < 0.8 * sum(tokens for tokens, _ in by_prompts)
 
 
 @pytest.mark.parametrize("values", [{"max_tokens_per_gpu": 40}, {"use_dynamic_batch_size": False}])

@@ -143,6 +143,20 @@ def test_four_common_turns_of_eight_samples_are_laid_out_once():
     assert longer is not None and longer.cost(range(8)) == 300 + 8 * 50
 
 
+def test_a_row_shares_the_turns_of_one_group_and_the_prompt_of_another():
+    samples = [*turn_samples()[:4], *turn_samples()[8:]]
+    prompts, of_turns = prompt_lengths(samples), prefixes_of(samples[:4])
+    apart = sum(len(s.array("tokens")) for s in samples)
+    assert prompts.cost(range(7)) == apart - 3 * 5 - 2 * 4
+    # All four have the prompt, a turn and a tool's answer in common, 12 tokens, which saves more than 17 do for two.
+    assert of_turns.cost(range(7), prompts) == apart - 3 * 12 - 2 * 4
+    longer = of_turns.lengthen(prompts)
+    assert longer is not None and longer.cost(range(7)) == apart - 3 * 12 - 2 * 4
+    batch = pack(samples, range(7), [0.0] * 7, [1.0] * 7, trunks=[of_turns.trunks(range(7)).get(i) for i in range(7)])
+    assert batch.tokens.shape[1] == apart - 7 - 3 * 12 - 2 * 4
+    assert read_back(batch) == [expected(sample) for sample in samples]
+
+
 def test_siblings_share_what_one_has_as_turns_and_another_as_prompt():
     samples = turn_samples()[4:7]
     trunks = prefixes_of(samples).trunks(range(3))

@@ -128,18 +128,19 @@ class Prefixes:
 
     def cost(self, positions: Sequence[int], lengths: Lengths) -> float:
         """Returns the tokens of a micro-batch with trunks or with the prompts of `lengths`, whichever are fewer."""
-        return min(lengths.cost(positions), Lengths(lengths.total, self.trunks(positions)).cost(positions))
+        trunks = self.trunks(positions)
+        with_trunks = Lengths(
+            lengths.total, {p: lengths.prompts[p] for p in positions if p in lengths.prompts} | trunks
+        )
+        return min(lengths.cost(positions), with_trunks.cost(positions))
 
     def lengthen(self, lengths: Lengths) -> Lengths | None:
         """Returns lengths with trunks in place of prompts in the sets where that leaves fewer tokens; None for none."""
-        prompts = dict(lengths.prompts)
+        longer = dict(lengths.prompts)
         for members in self.sets:
-            trunks = self.trunks(members)
-            if Lengths(lengths.total, trunks).cost(members) < lengths.cost(members):
-                for p in members:
-                    prompts.pop(p, None)
-                prompts |= trunks
-        return None if prompts == lengths.prompts else Lengths(lengths.total, prompts)
+            if self.cost(members, lengths) < lengths.cost(members):
+                longer |= self.trunks(members)
+        return None if longer == lengths.prompts else Lengths(lengths.total, longer)
 
     def _tree(self, members: list[int], number: int, depth: int) -> _Node:
         """Returns the longest prefix that `members` of a set have in common, at least that of the first `depth` cuts,
