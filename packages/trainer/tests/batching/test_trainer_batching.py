@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.trainer.batching.packing import check_sample, pack
@@ -173,6 +173,8 @@ def visible(runs: Runs) -> torch.Tensor:
     return seen
 
 
+# The first row of a process imports torch's compiler, which takes seconds.
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=8),
     st.booleans(),
