@@ -65,6 +65,16 @@ def test_a_command_that_ended_early_goes_on_where_it_was(
     assert not (tmp_path / "out.jsonl.part").exists()
 
 
+def test_a_model_directory_that_is_not_there_is_named_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"input": "12>"}\n')
+    words = "generate --hf-checkpoint modl --prompts prompts.jsonl --output out.jsonl"
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == "slime-rollout: error: --hf-checkpoint: no such directory modl\n"
+
+
 def test_a_line_that_was_cut_off_is_answered_again(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     kept = KeptGroups(output, "a")

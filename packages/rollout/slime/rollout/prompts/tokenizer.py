@@ -21,7 +21,8 @@ def check_directory(hf_checkpoint: str) -> None:
     A name that is not a path is left to transformers (its cache, or the hub).
     """
     path = Path(hf_checkpoint)
-    is_path = path.is_absolute() or hf_checkpoint.startswith(".") or path.exists()
+    # The Hub is asked for ORG/NAME alone: without a network it takes half a minute to say that it has no "modl".
+    is_path = path.is_absolute() or hf_checkpoint.startswith(".") or "/" not in hf_checkpoint or path.exists()
     if is_path and not path.is_dir():
         raise no_directory(hf_checkpoint, "--hf-checkpoint")
     if is_path and not any((path / name).is_file() for name in TOKENIZER_FILES):
