@@ -2,9 +2,11 @@
 
     python benchmarks/rollout/engine.py                              # random weights of SmolLM2-135M's shape
     python benchmarks/rollout/engine.py --model DIR --gguf FILE --llama-python VENV/bin/python
+    python benchmarks/rollout/engine.py --peers --dtypes float32 --stream-intervals 0 8 64
 
 embedded       the engine as a process of its own, one HTTP request for each sample, `--in-flight` at a time, log-probs
                returned; groups of `--group` samples have a prompt in common
+               with --stream-intervals once for each number of tokens between two pieces of an answer; 0: whole answers
 transformers   `generate` in this process, batches of `--in-flight` prompts, each batch until its last token
 llama.cpp      its HTTP server with as many slots, asked as the embedded engine is, without log-probs; `--llama-python`
                has xllamacpp and gguf installed, and `--gguf` is the same model
@@ -35,8 +37,10 @@ import aiohttp
 import numpy as np
 import psutil
 
+from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.streams import StreamedAnswers
 
 VOCABULARY = 49152
 SHAPE = dict(
@@ -71,7 +75,8 @@ def main() -> None:
     prompts = [prompt for prompt in distinct for _ in range(options.group)]
     with contextlib.ExitStack() as stack:
         directory = options.model or write_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        contestants = [stack.enter_context(embedded(directory, dtype, options)) for dtype in options.dtypes]
+        kinds = [(dtype, interval) for dtype in options.dtypes for interval in options.stream_intervals or [None]]
+        contestants = [stack.enter_context(embedded(directory, *kind, options)) for kind in kinds]
         contestants += [generate(directory, dtype, options) for dtype in options.peers]
         if options.llama_python:
             contestants += [stack.enter_context(llama_cpp(kind, options)) for kind in options.llama_types]
@@ -100,6 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="Data type of the embedded engine")
+    parser.add_argument("--stream-intervals", nargs="*", type=int, default=[])
     parser.add_argument("--peers", nargs="*", default=["bfloat16", "float32"], help="Data types of transformers")
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-python", type=Path)
@@ -126,7 +132,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def embedded(directory: Path, dtype: str, options: argparse.Namespace) -> Iterator[Contestant]:
+def embedded(directory: Path, dtype: str, interval: int | None, options: argparse.Namespace) -> Iterator[Contestant]:
     engine_options = EmbeddedOptions(model_path=str(directory), dtype=dtype, threads=options.threads)
     with start_embedded(engine_options) as engine:
         engine.wait_ready(300)
@@ -139,7 +145,13 @@ def embedded(directory: Path, dtype: str, options: argparse.Namespace) -> Iterat
             count = lambda answer: len(answer["output_ids"])  # noqa: E731
             asyncio.run(ask(f"{engine.url}/generate", prompts, new_tokens, body, count, options.in_flight))
 
-        yield Contestant(f"embedded, {dtype}", engine.pid, run)
+        def run_in_pieces(prompts: Prompts, new_tokens: int) -> None:
+            asyncio.run(ask_in_pieces(engine.url, prompts, new_tokens, interval or 0, options.in_flight))
+
+        if interval is None:
+            yield Contestant(f"embedded, {dtype}", engine.pid, run)
+        else:
+            yield Contestant(f"embedded, {dtype}, pieces of {interval} tokens", engine.pid, run_in_pieces)
 
 
 @contextlib.contextmanager
@@ -182,6 +194,26 @@ async def ask(
                 answer = await response.json(content_type=None)
             if response.status != 200 or count(answer) != new_tokens:
                 raise RuntimeError(f"{url}: {response.status} {str(answer)[:300]}")
+
+        await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
+
+
+async def ask_in_pieces(url: str, prompts: Prompts, new_tokens: int, interval: int, in_flight: int) -> None:
+    """Raises RuntimeError where an answer has another number of tokens. interval: 0 for whole answers."""
+    room = asyncio.Semaphore(in_flight)
+    async with EngineClient(url) as client:
+
+        async def one(seed: int, prompt: list[int]) -> None:
+            params: dict[str, Any] = {"max_new_tokens": new_tokens, "ignore_eos": True, "sampling_seed": seed}
+            async with room:
+                if interval:
+                    pieces = StreamedAnswers(1)
+                    params["stream_interval"] = interval
+                    answer = await client.generate(prompt, params, streamed=pieces, incremental=True)
+                else:
+                    answer = await client.generate(prompt, params)
+            if len(answer["output_ids"]) != new_tokens:
+                raise RuntimeError(f"{url}: {str(answer)[:300]}")
 
         await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
 

@@ -1,4 +1,4 @@
-"""`slime-rollout serve` and `slime-rollout generate`."""
+"""`slime-rollout`: serves rollouts, answers the prompts of a file, shows and changes the engines of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.rollout import engines_command
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import parse_address
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",
     "generate": "Generate and score samples for the prompts of a jsonl file, without a buffer",
+    "engines": "List the engines of a run, and let external ones join and leave it",
 }
 USAGE = f"""usage: slime-rollout COMMAND ...
 
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    commands = {"serve": _serve, "generate": _generate}
+    commands = {"serve": _serve, "generate": _generate, "engines": engines_command.main}
     if not words or words[0] not in commands:
         wants_help = bool(words) and words[0] in ("-h", "--help")
         if wants_help:

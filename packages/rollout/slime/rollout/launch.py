@@ -15,6 +15,7 @@ from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.member import Member
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options, restart_limits
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.prompts.tokenizer import check_directory, check_transformers, load_tokenizer
@@ -56,7 +57,7 @@ def open_state(
         fleet.start()
         check_abilities(settings, fleet)
         if (extra_args or {}).get("multimodal_keys"):
-            check_images(settings.hf_checkpoint, fleet)
+            check_images(settings.hf_checkpoint, fleet.members)
         return RolloutState(flat_args(settings, fleet, extra_args), fleet, tokenizer.result(), plugins)
     except BaseException:
         _close(fleet)
@@ -66,23 +67,28 @@ def open_state(
 def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
     """Raises InvalidSetting for an engine, started by someone else, that lacks an ability that the settings require."""
     for member in fleet.members:
-        for wanted, ability, flag in (
-            (settings.deterministic, "seeded", "--deterministic"),
-            (settings.offloads, "memory_saver", "--offload-rollout"),
-            (settings.use_rollout_routing_replay, "returns_experts", "--use-rollout-routing-replay"),
-        ):
-            if wanted and getattr(member.abilities, ability) is False:
-                switch = member.kind.fixes.get(ability, "")
-                raise InvalidSetting.requires(
-                    flag,
-                    f"engines started with {switch}" if switch else "engines that can do this",
-                    f"engine {member.name} at {member.url} is not one",
-                )
+        check_member(settings, member)
 
 
-def check_images(directory: str, fleet: Fleet) -> None:
+def check_member(settings: RolloutSettings, member: Member) -> None:
+    """Does the work of `check_abilities` for one engine."""
+    for wanted, ability, flag in (
+        (settings.deterministic, "seeded", "--deterministic"),
+        (settings.offloads, "memory_saver", "--offload-rollout"),
+        (settings.use_rollout_routing_replay, "returns_experts", "--use-rollout-routing-replay"),
+    ):
+        if wanted and getattr(member.abilities, ability) is False:
+            switch = member.kind.fixes.get(ability, "")
+            raise InvalidSetting.requires(
+                flag,
+                f"engines started with {switch}" if switch else "engines that can do this",
+                f"engine {member.name} at {member.url} is not one",
+            )
+
+
+def check_images(directory: str, members: Sequence[Member]) -> None:
     """Raises NotAvailable for an engine that does not show the images of prompts to the model in `directory`."""
-    for member in fleet.members:
+    for member in members:
         member.kind.check_images(directory, member.name)
 
 
@@ -110,8 +116,7 @@ def start_engines(
     DeadlineExceeded; no engine is left running then.
     """
     if settings.rollout_external_engine_addrs:
-        path = settings.rollout_engine_api_key_file
-        api_key = read_key(path, "--rollout-engine-api-key-file") if path is not None else None
+        api_key = external_key(settings)
         return [
             RemoteEngine(f"external-{i}", engine_url(address), api_key=api_key)
             for i, address in enumerate(settings.rollout_external_engine_addrs)
@@ -135,7 +140,13 @@ def start_engines(
         raise
 
 
-def engine_url(address: str) -> str:
-    """Returns `host:port`, or a URL, as `http://host:port`. Raises InvalidSetting."""
-    split_url(address, "--rollout-external-engine-addrs")
+def external_key(settings: RolloutSettings) -> str | None:
+    """Returns the key of external engines, or None. Raises the errors of `read_key`."""
+    path = settings.rollout_engine_api_key_file
+    return read_key(path, "--rollout-engine-api-key-file") if path is not None else None
+
+
+def engine_url(address: str, field: str = "--rollout-external-engine-addrs") -> str:
+    """Returns `host:port`, or a URL, as `http://host:port`. field: its name in errors. Raises InvalidSetting."""
+    split_url(address, field)
     return (address if "://" in address else f"http://{address}").rstrip("/")

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 
 from slime.rollout.calls.answers import evaluation_output, train_output
+from slime.rollout.calls.engine_calls import EngineCalls
 from slime.rollout.calls.garbage import spare_long_lived
 from slime.rollout.calls.jobs import MOST_CALLS, Progress, Result, RolloutJob, RunningJobs
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.member import Member
 from slime.rollout.generate.continuous import ContinuousCall, generate_on
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.launch import close_state, open_state
@@ -44,7 +44,7 @@ EXAMPLES = 3
 ENGINE_RESTARTS = "rollout/engine_restarts"
 
 
-class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+class RolloutService(EngineCalls):
     """Answers the calls of the service. Plug-ins get `state.args`. Engines are started by `serve`, not here."""
 
     def __init__(
@@ -55,12 +55,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         rpc: RpcSettings | None = None,
         worker_id: str | None = None,
     ) -> None:
-        self.settings = settings
-        self.state = state
-        self.fleet = state.fleet
+        weights = EngineWeights(state.fleet, settings.rollout_weight_update_wait_seconds)
+        super().__init__(settings, state, weights)
         self.buffer_address = buffer_address
         self.rpc = rpc
-        self.engine_weights = EngineWeights(self.fleet, settings.rollout_weight_update_wait_seconds)
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self._rollout_function = load_plugin(settings.rollout_function_path, flag="--rollout-function-path")
         self._eval_function = load_setting(settings, "eval_function_path") or self._rollout_function
@@ -82,8 +80,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             engines=[self._engine_message(member) for member in self.fleet.members],
             weight_version=self.engine_weights.version,
             running_rollouts=self._jobs.count,
-            engine_restarts=self.fleet.num_restarts,
-            restarts_engines=self.fleet.restarts is not None,
+            engine_restarts=self.fleet.num_lost,
+            restarts_engines=self.fleet.restarts is not None or self.engines_may_join,
         )
 
     def Generate(
@@ -161,11 +159,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 ),
             )
             self._continuous.call = job.call
-            before = self.fleet.num_restarts
+            before = self.fleet.num_lost
             for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
                     job.call.metrics.update(self.fleet.concurrency_metrics)
-                    if restarts := self.fleet.num_restarts - before:
+                    if restarts := self.fleet.num_lost - before:
                         job.call.metrics[ENGINE_RESTARTS] = float(restarts)
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, metrics=job.call.metrics)
 
@@ -293,7 +291,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> dict[str, float]:
         samples = flatten(groups)
         timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.concurrency_metrics
-        restarts, self._restarts_reported = self.fleet.num_restarts - self._restarts_reported, self.fleet.num_restarts
+        timing["rollout/engines"] = float(len(self.fleet.members))
+        restarts, self._restarts_reported = self.fleet.num_lost - self._restarts_reported, self.fleet.num_lost
         if restarts:
             timing[ENGINE_RESTARTS] = float(restarts)
         log = self.state.plugins.rollout_log
@@ -339,14 +338,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         with self._lock:
             self._newest_writer = current
         return known is not None
-
-    def _engine_message(self, member: Member) -> rollout_pb2.Engine:
-        return rollout_pb2.Engine(
-            name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
-            healthy=member.healthy and self.engine_weights.stopped is None, tp_size=member.abilities.tp_size,
-            weight_transports=member.kind.weight_transports, delta_carriers=member.kind.delta_carriers,
-            awaits_weights=member.awaits_weights, in_flight=self.fleet.router.load_of(member),
-        )  # fmt: skip
 
 
 def _first_of_prompts(samples: Sequence[Sample]) -> list[Sample]:

@@ -179,3 +179,25 @@ class OnloadRequest(_message.Message):
 class OnloadResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AddEngineRequest(_message.Message):
+    __slots__ = ("url",)
+    URL_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    def __init__(self, url: _Optional[str] = ...) -> None: ...
+
+class AddEngineResponse(_message.Message):
+    __slots__ = ("engine",)
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    engine: Engine
+    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
+
+class RemoveEngineRequest(_message.Message):
+    __slots__ = ("url",)
+    URL_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    def __init__(self, url: _Optional[str] = ...) -> None: ...
+
+class RemoveEngineResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

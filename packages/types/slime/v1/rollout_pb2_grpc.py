@@ -74,6 +74,16 @@ class RolloutServiceStub(object):
                 request_serializer=slime_dot_v1_dot_rollout__pb2.OnloadRequest.SerializeToString,
                 response_deserializer=slime_dot_v1_dot_rollout__pb2.OnloadResponse.FromString,
                 _registered_method=True)
+        self.AddEngine = channel.unary_unary(
+                '/slime.v1.RolloutService/AddEngine',
+                request_serializer=slime_dot_v1_dot_rollout__pb2.AddEngineRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_rollout__pb2.AddEngineResponse.FromString,
+                _registered_method=True)
+        self.RemoveEngine = channel.unary_unary(
+                '/slime.v1.RolloutService/RemoveEngine',
+                request_serializer=slime_dot_v1_dot_rollout__pb2.RemoveEngineRequest.SerializeToString,
+                response_deserializer=slime_dot_v1_dot_rollout__pb2.RemoveEngineResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -137,6 +147,21 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddEngine(self, request, context):
+        """For a run with engines that it has not started: lets an engine join or leave while the run goes on. One that joins
+        serves once it has the weights that the others have. One that leaves gets no more requests, and those that it has
+        go on elsewhere with the tokens that they have; it is not stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveEngine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +204,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Onload,
                     request_deserializer=slime_dot_v1_dot_rollout__pb2.OnloadRequest.FromString,
                     response_serializer=slime_dot_v1_dot_rollout__pb2.OnloadResponse.SerializeToString,
+            ),
+            'AddEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddEngine,
+                    request_deserializer=slime_dot_v1_dot_rollout__pb2.AddEngineRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_rollout__pb2.AddEngineResponse.SerializeToString,
+            ),
+            'RemoveEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveEngine,
+                    request_deserializer=slime_dot_v1_dot_rollout__pb2.RemoveEngineRequest.FromString,
+                    response_serializer=slime_dot_v1_dot_rollout__pb2.RemoveEngineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +432,60 @@ class RolloutService(object):
             '/slime.v1.RolloutService/Onload',
             slime_dot_v1_dot_rollout__pb2.OnloadRequest.SerializeToString,
             slime_dot_v1_dot_rollout__pb2.OnloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.RolloutService/AddEngine',
+            slime_dot_v1_dot_rollout__pb2.AddEngineRequest.SerializeToString,
+            slime_dot_v1_dot_rollout__pb2.AddEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slime.v1.RolloutService/RemoveEngine',
+            slime_dot_v1_dot_rollout__pb2.RemoveEngineRequest.SerializeToString,
+            slime_dot_v1_dot_rollout__pb2.RemoveEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Sends weights to engines that were started again, beside the training loop."""
+"""Sends weights to engines that were started again or have joined, beside the training loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class ReturningEngines:
             if status.engine_restarts > reported:
                 reported = status.engine_restarts
                 log.warning(
-                    "an engine died or hangs, and is started again; logs/rollout.log says why (%d so far)", reported
+                    "an engine died or hangs, and is started again or leaves the run; logs/rollout.log says why (%d so "
+                    "far)",
+                    reported,
                 )
             if not any(engine.awaits_weights for engine in status.engines):
                 continue
@@ -54,4 +56,4 @@ class ReturningEngines:
                 failures += 1
                 if failures == MOST_FAILURES:
                     raise
-                log.warning("engines that were started again got no weights yet: %s", error)
+                log.warning("engines that wait for weights got none yet: %s", error)

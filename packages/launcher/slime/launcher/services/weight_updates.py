@@ -39,7 +39,7 @@ class WeightUpdates:
     """Sends the trainer's weights to the engines. version: the version under which the engines have, or will get, the
     trainer's current weights.
 
-    restarts_engines: whether the rollout service starts lost engines again.
+    restarts_engines: whether engines may be started again or join while the run goes on.
     """
 
     def __init__(

@@ -4,7 +4,8 @@
                               └──────abort(v)──────> not serving, until a later begin and commit
 
 An engine that does not hold the committed version does not serve. The engine's own update call drops its caches.
-Restarted engines are sent weights while the others serve: `begin_joining`, then commit or abort.
+Engines that were restarted or have joined are sent weights while the others serve: `begin_joining`, then commit or
+abort.
 
 Where trainer and engines share GPUs, the engines' memory is released while the trainer works:
 
@@ -96,6 +97,18 @@ class EngineWeights:
             self._joining = version
             return self._take_part(waiting)
 
+    async def join(self, member: Member) -> None:
+        """Adds an engine to the fleet. It serves at once if no weights were sent yet, else once it has been sent them.
+        Raises WrongState while the engines' memory is released."""
+        async with self._lock:
+            for part in MEMORY_PARTS:
+                self._check_memory(part, "before an engine joins")
+            self.fleet.join(member)
+            if self.fleet.weights_as_started:
+                self.fleet.router.put_back(member)
+            else:
+                member.awaits_weights = True
+
     def _take_part(self, members: Collection[Member]) -> list[Member]:
         self._taking_part = [(member, member.engine) for member in members if not member.out]
         return [member for member, _ in self._taking_part]
@@ -156,8 +169,8 @@ class EngineWeights:
     async def abort(self, version: int, reason: str) -> None:
         """Closes the update and leaves its engines held.
 
-        Waiting and later requests fail until an update is committed. Where an engine was lost during the update and is
-        being restarted, they keep waiting instead, because the update is then repeated.
+        Waiting and later requests fail until an update is committed. Where an engine was lost during the update and the
+        fleet goes on, they keep waiting instead, because the update is then repeated.
         """
         async with self._lock:
             if self._joining == version:
@@ -167,7 +180,7 @@ class EngineWeights:
                 return
             self._check_open(version)
             self.pending = None
-            if self.fleet.restarts is not None:
+            if self.fleet.restarts is not None or any(map(self.fleet.may_leave, self.fleet.members)):
                 # When a transfer fails because an engine died, the fleet may not have noticed the death yet.
                 with contextlib.suppress(SlimeError):
                     await self.fleet.each(self._check_answers, self._remaining())

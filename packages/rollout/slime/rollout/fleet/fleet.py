@@ -20,7 +20,7 @@ from slime.rollout.engines.streams import StreamedAnswers
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.rollout.fleet.watched import FleetOptions, WatchedEngines
-from slime.types.errors import DeadlineExceeded, EngineError, counted
+from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
 
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -36,6 +36,8 @@ class Fleet(WatchedEngines):
         # The engine of each request in flight, by request id.
         self._sent: dict[str, Member] = {}
         self._interrupting = False
+        # Members whose requests are being moved to other engines.
+        self._leaving: set[Member] = set()
 
     async def generate(
         self,
@@ -95,10 +97,11 @@ class Fleet(WatchedEngines):
                         extra["return_top_p_token_ids"] = True
                     streamed, params, streaming = self._stream(chosen, sampling_params, on_output)
                     try:
-                        outputs = await chosen.client.generate(
+                        call = chosen.client.generate(
                             input_ids, params, rid=rids, return_logprob=True, headers=headers, streamed=streamed,
                             **extra, **streaming,
                         )  # fmt: skip
+                        outputs = await chosen.until_left(call)
                         answered = True
                     except EngineError as error:
                         # Returns only where the engine is lost.
@@ -111,7 +114,9 @@ class Fleet(WatchedEngines):
                     if limit is not None:
                         limit.answered(len(input_ids), _retracted(outputs), began)
                     if self._interrupting:
-                        _mark_interrupted(outputs)
+                        _mark_aborted(outputs, INTERRUPTED)
+                    elif chosen in self._leaving:
+                        _mark_aborted(outputs, LOST)
         except Withdrawn:
             return [_never_sent(rid) for rid in keys or [""] * len(input_ids)]
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
@@ -171,6 +176,26 @@ class Fleet(WatchedEngines):
         finally:
             self._interrupting = False
 
+    async def move_away(self, member: Member, timeout: float) -> None:
+        """Ends the requests of a member that the router has taken out, so that they go on elsewhere with the tokens
+        that they have. Returns when it has none left, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        self._leaving.add(member)
+        try:
+            while self.router.load_of(member) and not member.left and (left := deadline - time.monotonic()) > 0:
+                # By their ids, because the engine may serve others too; repeated, because an abort that overtakes its
+                # request finds nothing to end.
+                mine = [rid for rid, sent in self._sent.items() if sent is member]
+                with contextlib.suppress(SlimeError):
+                    await asyncio.wait_for(asyncio.gather(*(_abort_request(rid, member) for rid in mine)), left)
+                again = time.monotonic() + min(left, INTERRUPT_AGAIN_SECONDS)
+                while self.router.load_of(member) and time.monotonic() < again:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            return
+        finally:
+            self._leaving.discard(member)
+
 
 def _most_tokens(input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> int:
     """Returns the tokens of the longest sequence, as long as its response may get."""
@@ -198,10 +223,10 @@ def _never_sent(rid: str) -> dict[str, Any]:
     }
 
 
-def _mark_interrupted(outputs: Any) -> None:
+def _mark_aborted(outputs: Any, reason: str) -> None:
     for output in outputs if isinstance(outputs, list) else ():
         meta = output.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") == "abort":
             # Engines may leave this out for a request that they had not begun.
             meta.setdefault("output_token_logprobs", [])
-            meta["finish_reason"] = {"type": INTERRUPTED}
+            meta["finish_reason"] = {"type": reason}

@@ -21,7 +21,7 @@ TIMEOUT_SECONDS = 5.0
 async def follow_load(member: Member, router: Router[Member]) -> None:
     """Feeds the engine's load figures to `member.limit` until it is cancelled, or the engine turns out to report none:
     then the limit is fixed again. An engine that is idle or paused is not polled."""
-    while member.limit is not None:
+    while member.limit is not None and not member.left:
         await asyncio.sleep(max(POLL_SECONDS, len(router.engines) / POLLS_PER_SECOND))
         if not _generates(member, router):
             continue

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-from slime.rollout.engines.base import RunningEngine
+from slime.rollout.engines.base import RemoteEngine, RunningEngine
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.kind import Abilities
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.registry import engine_kind, kind_of
 from slime.rollout.fleet.concurrency import ConcurrencyLimit
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidField
+
+T = TypeVar("T")
 
 # SGLang's names for the memory that it can release; weights come back empty unless the engine keeps a copy on the CPU.
 MEMORY_PARTS = ("weights", "kv_cache", "cuda_graph")
@@ -21,8 +25,9 @@ class Member:
 
     weight_version: the last version read from the engine. released: the parts of its GPU memory that are released.
     held: its generation is paused, so health probes do not ask it to generate. out: its process has died or hangs, and
-    another one is being started. awaits_weights: it was restarted, and gets no requests before it has received the
-    weights that the other engines serve. limit: the tuned limit of samples in flight; None where the limit is fixed.
+    another one is being started, or it has left the fleet (left). awaits_weights: it was restarted or has joined, and
+    gets no requests before it has received the weights that the other engines serve. limit: the
+    tuned limit of samples in flight; None where the limit is fixed.
     """
 
     def __init__(self, engine: RunningEngine, client: EngineClient) -> None:
@@ -36,10 +41,17 @@ class Member:
         self.abilities = Abilities()
         self.held = False
         self.out = False
+        self.left = False
         self.awaits_weights = False
         self.released: set[str] = set()
         self.limit: ConcurrencyLimit | None = None
         self._probe: asyncio.Future[None] | None = None
+        self._generating: set[asyncio.Future[Any]] = set()
+
+    @property
+    def external(self) -> bool:
+        """True for an engine from outside the run."""
+        return type(self.engine) is RemoteEngine
 
     @property
     def exited(self) -> bool:
@@ -52,6 +64,31 @@ class Member:
         self.released = set()
         if self.limit is not None:
             self.limit.interrupted()
+
+    async def until_left(self, generating: Coroutine[Any, Any, T]) -> T:
+        """Awaits a request. Raises EngineError as soon as the engine has left the fleet: one that hangs, and that the
+        run cannot end, would keep its connections open."""
+        if not self.external:
+            return await generating
+        task = asyncio.ensure_future(generating)
+        self._generating.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not self.left or (current is not None and current.cancelling()):
+                raise
+            raise EngineError(f"engine {self.name} at {self.url} is gone: it left the run", field=self.name) from None
+        finally:
+            self._generating.discard(task)
+
+    async def leave(self) -> None:
+        """Ends the requests of an engine that leaves the fleet, and closes its client."""
+        self.out = self.left = True
+        self.healthy = self.awaits_weights = False
+        for task in list(self._generating):
+            task.cancel()
+        await self.client.close()
 
     async def learn(self) -> None:
         """Reads the engine's weight version and its abilities. Raises EngineError where the engine is gone."""

@@ -94,6 +94,17 @@ class Router(Generic[E]):
         self._out[engine.name] = awaited
         self._place_waiters()
 
+    def add(self, engine: E) -> None:
+        """Adds an engine, out of rotation until it is put back."""
+        self.engines.append(engine)
+        self._in_flight[engine.name] = 0
+        self._out[engine.name] = False
+
+    def remove(self, engine: E) -> None:
+        """Removes an engine, whose name is not used again; the samples in flight there still count."""
+        self.engines.remove(engine)
+        self.take_out(engine, awaited=False)
+
     def put_back(self, engine: E) -> None:
         self._out.pop(engine.name, None)
         self._place_waiters()

@@ -2,8 +2,9 @@
 
     in rotation --dies, or misses two probes--> out --restarted--> awaits weights --weights sent--> in rotation
 
-Without restarts, or after too many of them, the whole fleet fails: every call raises EngineError with the name and the
-last lines of the engine that was lost.
+An engine from outside the run leaves the fleet instead, while others are left. Otherwise, without restarts or after too
+many of them, the whole fleet fails: every call raises EngineError with the name and the last lines of the engine that
+was lost.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.keys import remember
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.fleet.concurrency import ConcurrencyLimit
+from slime.rollout.fleet.joining import ChangingMembers
 from slime.rollout.fleet.load_watch import follow_load
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.restarts import RestartLimits, Restarts
@@ -61,13 +63,13 @@ class FleetOptions:
     restarts: RestartLimits | None = None
 
 
-class WatchedEngines:
+class WatchedEngines(ChangingMembers):
     """The members of a fleet, in rotation or out of it, and the error that ends the fleet."""
 
     def __init__(self, engines: Sequence[RunningEngine], loop: LoopThread, options: FleetOptions | None = None) -> None:
         self.loop = loop
         self.options = options or FleetOptions()
-        self.members = [Member(engine, self._client(engine)) for engine in engines]
+        self.members = [self.connect(engine) for engine in engines]
         for engine in engines:
             # Plug-ins may call the engines directly, and then need their keys.
             remember(engine.url, engine.api_key)
@@ -79,6 +81,8 @@ class WatchedEngines:
         self._watchers: list[asyncio.Task[None]] = []
         self.restarts = None if self.options.restarts is None else Restarts(self.options.restarts)
         self._returning: set[asyncio.Task[None]] = set()
+        # How many engines from outside the run died or hung, and left.
+        self.num_left = 0
         # False once weights were sent: a restarted engine then holds older ones, those of its checkpoint.
         self.weights_as_started = True
 
@@ -104,14 +108,14 @@ class WatchedEngines:
         return {CONCURRENCY: mean, f"{CONCURRENCY}/min": float(min(limits)), f"{CONCURRENCY}/max": float(max(limits))}
 
     @property
-    def alive(self) -> list[Member]:
-        """The members whose process runs, in rotation or not."""
-        return [member for member in self.members if not member.out]
-
-    @property
     def num_restarts(self) -> int:
         """The number of engine losses that led to a restart."""
         return 0 if self.restarts is None else self.restarts.count
+
+    @property
+    def num_lost(self) -> int:
+        """The number of engines that died or hung, and were restarted or left the fleet."""
+        return self.num_restarts + self.num_left
 
     @property
     def seeded(self) -> bool:
@@ -128,10 +132,13 @@ class WatchedEngines:
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
         for member in self.members:
             await member.learn()
-            self._watchers.append(asyncio.create_task(self._watch_health(member)))
-            self._tune(member)
-            if isinstance(member.engine, EngineProcess):
-                self._watchers.append(asyncio.create_task(self._watch_process(member)))
+            self._watch(member)
+
+    def _watch(self, member: Member) -> None:
+        self._watchers.append(asyncio.create_task(self._watch_health(member)))
+        self._tune(member)
+        if isinstance(member.engine, EngineProcess):
+            self._watchers.append(asyncio.create_task(self._watch_process(member)))
 
     def _tune(self, member: Member) -> None:
         """Gives a member a limit that follows its load, where that is asked for."""
@@ -168,10 +175,6 @@ class WatchedEngines:
         except (SlimeError, TimeoutError) as error:
             log.info("stopping engine %s while requests still run: %s", member.name, error)
 
-    def on_new_address(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` on the loop's thread after an engine was restarted, which may change its URL."""
-        self._on_new_address.append(listener)
-
     def on_failure(self, listener: Callable[[EngineError], None]) -> Callable[[], None]:
         """Calls `listener` once, on the loop's thread, when the fleet fails. Returns a function that removes it."""
         self._listeners.append(listener)
@@ -186,7 +189,7 @@ class WatchedEngines:
     async def _watch_health(self, member: Member) -> None:
         await asyncio.sleep(self.options.health_first_wait)
         misses, engine = 0, member.engine
-        while self.error is None:
+        while self.error is None and not member.left:
             await asyncio.sleep(self.options.health_interval)
             if member.out or member.engine is not engine:
                 # The successor of a lost engine may be back within one interval: it starts without missed probes.
@@ -209,8 +212,19 @@ class WatchedEngines:
 
     async def _lose(self, member: Member, error: EngineError | None) -> None:
         """Takes a member out of rotation whose process has died or, with `error`, does not answer, and restarts it.
-        Where restarts are off or the engine is not a process of this service, the fleet fails."""
+        Where restarts are off or the engine is not a process of this service, the fleet fails; but an engine from
+        outside the run leaves it."""
         member.healthy = False
+        if self.may_leave(member) or member.left:
+            if not member.left:
+                self.num_left += 1
+                log.error(
+                    "engine %s at %s is lost and leaves the run; its requests in flight (%s) go on elsewhere. Once it "
+                    "serves again, `slime-rollout engines add` lets it join. Reason: %s",
+                    member.name, member.url, counted(self.router.load_of(member), "sample"), error,
+                )  # fmt: skip
+            await self.leave(member)
+            return
         if self.restarts is None or not isinstance(member.engine, EngineProcess):
             await self._fail(member, error)
             return
@@ -274,8 +288,7 @@ class WatchedEngines:
             await old_client.close()
         remember(old_url, None)
         remember(engine.url, engine.api_key)
-        for listener in self._on_new_address:
-            listener()
+        self._tell_addresses()
         member.out, member.healthy = False, True
         if self.weights_as_started:
             self.router.put_back(member)
@@ -329,6 +342,11 @@ class WatchedEngines:
             if member.exited or hangs:
                 found = EngineError(error.message, field=member.name)
                 await self._lose(member, found)
+        if "is gone" in error.message and not member.out and self.may_leave(member):
+            try:
+                await member.client.model_info(self.options.health_timeout)
+            except SlimeError:
+                await self._lose(member, EngineError(error.message, field=member.name))
         if self.error is not None:
             raise self.error from error
         if member.engine is engine and not member.out:

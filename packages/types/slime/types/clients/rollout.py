@@ -25,8 +25,8 @@ class Engine:
 
     tp_size: its tensor-parallel ranks, each of which takes part in weight updates. api_key: the key that its callers
     send, empty for none; only `begin_weight_update` returns it. weight_transports: the values of
-    --update-weight-transport that it supports, the best one first. awaits_weights: it was started again, and serves
-    once it has been sent weights. in_flight: samples that it generates or has queued. delta_carriers: see
+    --update-weight-transport that it supports, the best one first. awaits_weights: it was started again or has joined,
+    and serves once it has been sent weights. in_flight: samples that it generates or has queued. delta_carriers: see
     `slime.types.weight_deltas.CARRIERS`; empty for one that takes whole weights only.
     """
 
@@ -45,8 +45,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """The status of a rollout service. engine_restarts: how often an engine died or hung, and was started again, since
-    the service began. restarts_engines: whether engines are started again."""
+    """The status of a rollout service. engine_restarts: how often an engine died or hung, and was started again or
+    left the run, since the service began. restarts_engines: whether engines may be started again or join while the run
+    goes on."""
 
     engines: list[Engine]
     weight_version: int
@@ -167,8 +168,8 @@ class RolloutClient(Client):
         return _engines(self._call("BeginWeightUpdate", request, timeout).engines)
 
     def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
-        """Begins an update of the engines that were started again and wait for weights, while the others serve; returns
-        its members. There are none where the others serve another version."""
+        """Begins an update of the engines that were started again or have joined and wait for weights, while the others
+        serve; returns its members. There are none where the others serve another version."""
         request = rollout_pb2.BeginWeightUpdateRequest(
             writer=self._writer(), weight_version=weight_version, joining=True
         )
@@ -196,6 +197,15 @@ class RolloutClient(Client):
         Weights come back empty unless the engines keep a copy; engines serve again after the next committed update.
         """
         self._call("Onload", rollout_pb2.OnloadRequest(writer=self._writer(), parts=parts), timeout)
+
+    def add_engine(self, url: str, timeout: float | None = None) -> Engine:
+        """Lets an engine that the run has not started join it. Raises the errors of an engine that cannot join."""
+        answer = self._call("AddEngine", rollout_pb2.AddEngineRequest(url=url), timeout)
+        return _engines([answer.engine])[0]
+
+    def remove_engine(self, url: str, timeout: float | None = None) -> None:
+        """Lets such an engine leave. Returns once its requests have gone on elsewhere."""
+        self._call("RemoveEngine", rollout_pb2.RemoveEngineRequest(url=url), timeout)
 
 
 def _engines(messages: Any) -> list[Engine]:

@@ -56,6 +56,8 @@ CALLERS: dict[str, frozenset[Role]] = {
     "/slime.v1.RolloutService/AbortWeightUpdate": _TRAIN,
     "/slime.v1.RolloutService/Offload": _TRAIN,
     "/slime.v1.RolloutService/Onload": _TRAIN,
+    "/slime.v1.RolloutService/AddEngine": _TRAIN,
+    "/slime.v1.RolloutService/RemoveEngine": _TRAIN,
     "/slime.v1.TrainerService/GetInfo": _LOOK,
     "/slime.v1.TrainerService/TrainStep": _TRAIN,
     "/slime.v1.TrainerService/UpdateWeights": _TRAIN,
