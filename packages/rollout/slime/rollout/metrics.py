@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from slime.rollout.chosen_metrics import Measured, category_shares, chosen_metrics
+from slime.rollout.calls.chosen_metrics import Measured, category_shares, chosen_metrics
 from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample

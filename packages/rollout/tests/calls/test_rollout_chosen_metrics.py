@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.chosen_metrics import CATEGORIES, category_shares
+from slime.rollout.calls.chosen_metrics import CATEGORIES, category_shares
 from slime.rollout.metrics import evaluation_metrics, rollout_metrics
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample

@@ -81,7 +81,7 @@ class WatchedEngines(ChangingMembers):
         self._watchers: list[asyncio.Task[None]] = []
         self.restarts = None if self.options.restarts is None else Restarts(self.options.restarts)
         self._returning: set[asyncio.Task[None]] = set()
-        # How many engines from outside the run died or hung, and left.
+        # Number of engines from outside the run that died or hung, and left.
         self.num_left = 0
         # False once weights were sent: a restarted engine then holds older ones, those of its checkpoint.
         self.weights_as_started = True
