@@ -74,7 +74,7 @@ def measure(samples: int, steps: int) -> dict[str, Any]:
         report_step(self, *arguments)
         between.append(time.perf_counter() - started)
 
-    Report.step = timed  # type: ignore[method-assign]
+    Report.step = timed  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         words = ["--tiny", "--num-rollout", str(steps), "--rollout-batch-size", str(samples // GROUP)]

@@ -29,7 +29,9 @@ def compare(
     known = {p: s for p, s in samples.items() if p in wanted} if backend.leads_replica else {}
     told = _gathered(ranks, {p: [prompt_digest(s), cuts_of(s)] for p, s in known.items()})
     lengths = lengths.split_prompts({p: digest for p, (digest, _) in told.items()}) or lengths
-    chosen, cuts, experts_from = [], [], {}
+    chosen: list[list[int]] = []
+    cuts: list[list[int]] = []
+    experts_from: dict[int, int] = {}
     for members in sets:
         prompts = {plan["lengths"][p] - plan["response_lengths"][p] for p in members}
         turns = {cut for p in members if p in told for cut in told[p][1]}
