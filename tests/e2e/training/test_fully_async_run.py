@@ -24,7 +24,7 @@ from tiny_runs import (
 NUM_GPUS = 0
 MODE = ("--fully-async", "--use-tis")
 # Metrics of generation as a whole, which a run without iterations does not have.
-OF_A_CALL = ("rollout/non_generation_time", "rollout/dropped_stale")
+OF_A_CALL = ("rollout/non_generation_time", "rollout/dropped_stale", "rollout/engines")
 
 
 def trained(output_dir: Path, steps: int) -> bool:

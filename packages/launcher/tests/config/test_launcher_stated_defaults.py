@@ -37,7 +37,7 @@ from slime.launcher.services.generation import pace_of
 from slime.launcher.services.start import _Start
 from slime.rollout.engines.embedded import launch
 from slime.rollout.engines.registry import KINDS
-from slime.rollout.generate.state import eval_sampling_params, flat_args
+from slime.rollout.generate.state import eval_sampling_params, flat_args, fleet_options
 from slime.rollout.prompts.tokenizer import context_length
 from slime.trainer.algorithms.policy_loss import clipped_loss
 from slime.trainer.backends.fsdp import critic
@@ -107,6 +107,14 @@ STATED: dict[str, tuple[str, list[str], Callable[[Any], bool]]] = {
         "256",
         [],
         lambda c: "up to 256 sequences" in KINDS["embedded"].memory(c.rollout).because,
+    ),
+    "rollout_stream_interval": (
+        "64 with the embedded engine; 0 with SGLang, where the cost has not been measured, and with --deterministic",
+        ["--deterministic"],
+        lambda c: (
+            [KINDS["embedded"].stream_interval, KINDS["sglang"].stream_interval] == [64, 0]
+            and fleet_options(c.rollout).stream_interval == 0
+        ),
     ),
     "offload_rollout": ("with --colocate", ["--colocate"], lambda c: c.rollout.offloads),
     "offload_train": ("with --colocate", ["--colocate"], lambda c: c.trainer.offloads_train),

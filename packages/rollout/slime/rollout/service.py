@@ -162,7 +162,7 @@ class RolloutService(EngineCalls):
             before = self.fleet.num_lost
             for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
-                    job.call.metrics.update(self.fleet.concurrency_metrics)
+                    job.call.metrics.update(self.fleet.engine_metrics)
                     if restarts := self.fleet.num_lost - before:
                         job.call.metrics[ENGINE_RESTARTS] = float(restarts)
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, metrics=job.call.metrics)
@@ -290,8 +290,7 @@ class RolloutService(EngineCalls):
         reward_seconds: float,
     ) -> dict[str, float]:
         samples = flatten(groups)
-        timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.concurrency_metrics
-        timing["rollout/engines"] = float(len(self.fleet.members))
+        timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.engine_metrics
         restarts, self._restarts_reported = self.fleet.num_lost - self._restarts_reported, self.fleet.num_lost
         if restarts:
             timing[ENGINE_RESTARTS] = float(restarts)

@@ -108,6 +108,11 @@ class WatchedEngines(ChangingMembers):
         return {CONCURRENCY: mean, f"{CONCURRENCY}/min": float(min(limits)), f"{CONCURRENCY}/max": float(max(limits))}
 
     @property
+    def engine_metrics(self) -> dict[str, float]:
+        """rollout/engines, the number of engines, and `concurrency_metrics`."""
+        return {"rollout/engines": float(len(self.members))} | self.concurrency_metrics
+
+    @property
     def num_restarts(self) -> int:
         """The number of engine losses that led to a restart."""
         return 0 if self.restarts is None else self.restarts.count
