@@ -93,10 +93,12 @@ def test_a_project_replaces_nothing(kind: str, tmp_path: Path, capsys: pytest.Ca
     assert kept.read_text() == "mine" and not (place / "config.yaml").exists()
 
 
-def test_the_next_commands_of_a_project_fit_a_name_with_a_space(tmp_path: Path) -> None:
-    slime = [sys.executable, "-m", "slime.launcher.cli"]
-    done = subprocess.run([*slime, "init", "my project"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "  cd 'my project'\n" in done.stdout, done.stdout + done.stderr
+def test_the_next_commands_of_a_project_fit_a_name_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "my project"]) == 0
+    assert "  cd 'my project'\n" in capsys.readouterr().out
 
 
 def test_a_run_is_resumed_with_its_settings_from_the_newest_checkpoint(make_run: MakeRun) -> None:
