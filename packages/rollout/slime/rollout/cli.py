@@ -22,7 +22,7 @@ from slime.types.rpc import RpcSettings
 from slime.types.settings import REQUIRED, parse, setting
 
 if TYPE_CHECKING:
-    from slime.rollout.adapters.openai_server import OpenAIAddress
+    from slime.rollout.generate.openai_server import OpenAIAddress
 
 COMMANDS = {
     "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",
@@ -153,7 +153,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 def _server(files: GenerateSettings) -> OpenAIAddress | None:
     if files.openai_url is not None and files.openai_model is not None:
-        from slime.rollout.adapters.openai_server import OpenAIAddress
+        from slime.rollout.generate.openai_server import OpenAIAddress
 
         return OpenAIAddress(files.openai_url, files.openai_model, files.openai_api_key_file)
     if files.openai_url is not None:

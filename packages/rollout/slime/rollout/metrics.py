@@ -58,7 +58,8 @@ def rollout_metrics(groups: Sequence[Sequence[Measured]], args: RolloutSettings)
     if args.log_passrate:
         metrics |= {f"passrate/{key}": value for key, value in pass_rates(rewards).items()}
     correct = [sample for sample in samples if _raw_reward(sample, args) == 1]
-    return metrics | chosen_metrics(samples, correct, args) | agent_metrics(samples)
+    chosen = chosen_metrics(samples, correct, args, args.rollout_max_response_len)
+    return metrics | chosen | agent_metrics(samples)
 
 
 def agent_metrics(samples: Iterable[Measured]) -> dict[str, float]:

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 
 from slime.rollout.calls.answers import evaluation_output, train_output
-from slime.rollout.calls.engine_calls import EngineCalls
 from slime.rollout.calls.garbage import spare_long_lived
 from slime.rollout.calls.jobs import MOST_CALLS, Progress, Result, RolloutJob, RunningJobs
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
+from slime.rollout.engine_calls import EngineCalls
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.generate.continuous import ContinuousCall, generate_on

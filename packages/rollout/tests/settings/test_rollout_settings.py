@@ -161,7 +161,7 @@ def test_a_broken_line_is_named(tmp_path):
     ("argv", "message"),
     [
         (["serv"], "slime-rollout: error: unknown command 'serv'; did you mean serve?"),
-        ([], "slime-rollout: error: a command is required: one of serve, generate; see --help"),
+        ([], "slime-rollout: error: a command is required: one of serve, generate, engines; see --help"),
         (["serve", "--hf-checkpoint", "/nowhere/x", "--buffer-address", "127.0.0.1:1"], "no such directory /nowhere/x"),
         (["serve", "--hf-checkpoints", "x"], "did you mean --hf-checkpoint?"),
         (["serve", "--hf-checkpoint", "x"], "--buffer-address is required"),

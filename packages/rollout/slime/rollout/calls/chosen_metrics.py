@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime.rollout.settings.rollout import RolloutSettings
+from slime.rollout.settings.metrics import MetricSettings
 from slime.types import Sample
 from slime.types.sample.status import SampleStatus
 
@@ -96,15 +96,17 @@ def correct_metrics(samples: Sequence[Measured], max_response_len: int) -> dict[
     return metrics
 
 
-def chosen_metrics(samples: Sequence[Measured], correct: Sequence[Measured], args: RolloutSettings) -> dict[str, float]:
+def chosen_metrics(
+    samples: Sequence[Measured], correct: Sequence[Measured], settings: MetricSettings, max_response_len: int
+) -> dict[str, float]:
     """Returns the metrics of an iteration that flags ask for. correct: the samples with reward 1."""
     metrics: dict[str, float] = {}
-    if args.log_multi_turn:
-        metrics |= multi_turn_metrics(samples, args.rollout_max_response_len)
-    if args.log_correct_samples:
-        metrics |= correct_metrics(correct, args.rollout_max_response_len)
-    if args.log_reward_category is not None:
-        shares = category_shares(samples, args.log_reward_category)
+    if settings.log_multi_turn:
+        metrics |= multi_turn_metrics(samples, max_response_len)
+    if settings.log_correct_samples:
+        metrics |= correct_metrics(correct, max_response_len)
+    if settings.log_reward_category is not None:
+        shares = category_shares(samples, settings.log_reward_category)
         metrics |= {f"rollout/{name}": share for name, share in shares.items()}
     return metrics
 

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.adapters.openai_server import FLAG, LOST, OpenAIAddress, OpenAIServer, check_settings
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
 from slime.rollout.generate.default import run_iteration
+from slime.rollout.generate.openai_server import FLAG, LOST, OpenAIAddress, OpenAIServer, check_settings
 from slime.rollout.generate.output_file import KeptGroups, ProgressLine, check_output
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
