@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.rollout import engines_command
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
+from slime.rollout.fleet import engines_command
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import parse_address
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError

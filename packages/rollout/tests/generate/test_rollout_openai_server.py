@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.rollout.adapters import openai_server
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.cli import main
+from slime.rollout.generate import openai_server
 
 
 class TextServer:
