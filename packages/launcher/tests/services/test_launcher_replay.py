@@ -31,6 +31,7 @@ def replay(buffer: BufferClient, directory: Path, **more: Any) -> Replay:
         "log_multi_turn": False,
         "log_correct_samples": False,
         "log_reward_category": None,
+        "rollout_max_response_len": 8,
         "reward_key": None,
         "load_debug_rollout_data_subsample": None,
     }
