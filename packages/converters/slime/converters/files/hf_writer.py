@@ -16,6 +16,7 @@ import torch
 
 from slime.converters.files import rectangles
 from slime.converters.files.dtypes import NAMES
+from slime.converters.files.flushing import Flusher
 from slime.converters.files.rectangles import Index, Shape, Stored
 from slime.converters.files.safetensors_dir import INDEX, SHARD_BYTES, SINGLE, disk_errors
 from slime.types.errors import InvalidSetting
@@ -124,23 +125,27 @@ class HfFiles:
     def __init__(self, where: Mapping[str, Stored]) -> None:
         self._where = where
         self._descriptors: dict[Path, int] = {}
+        self._flusher = Flusher()
 
     def write(self, name: str, index: Index, tensor: torch.Tensor) -> None:
         """Writes: `tensors[name][index] = tensor`, converted to its dtype. Raises OutOfSpace."""
         stored = self._where[name]
         if stored.file not in self._descriptors:
             self._descriptors[stored.file] = os.open(stored.file, os.O_WRONLY | os.O_CLOEXEC)
-        rectangles.write(self._descriptors[stored.file], stored, index, tensor)
+        descriptor = self._descriptors[stored.file]
+        rectangles.write(descriptor, stored, index, tensor)
+        self._flusher.wrote(descriptor, tensor.numel() * stored.dtype.itemsize)
 
     def __enter__(self) -> HfFiles:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        while self._descriptors:
-            path, descriptor = self._descriptors.popitem()
-            try:
-                if kind is None:
+        try:
+            if kind is None:
+                for path, descriptor in self._descriptors.items():
                     with disk_errors(path):
-                        os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                        self._flusher.finish(descriptor)
+        finally:
+            self._flusher.close()
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from slime.converters.files.flushing import Flusher
 from slime.converters.files.rectangles import Shape
 from slime.converters.files.safetensors_dir import disk_errors
 from slime.converters.torch_dist.description import plain
@@ -65,6 +66,7 @@ class ChunkFile:
         self.chunks: list[WrittenChunk] = []
         with disk_errors(self.path):
             self._file = _Whole(self.path, "xb")
+        self._flusher = Flusher()
 
     def add(
         self, place: Place, shape: Shape, tensor: torch.Tensor, start: Shape, aliases: Iterable[Place] = ()
@@ -78,6 +80,7 @@ class ChunkFile:
             # torch.save writes the whole storage of a view.
             dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
             torch.save(dense.view([1] * len(place.lead) + list(tensor.shape)), self._file)
+        self._flusher.wrote(self._file.fileno(), self._file.tell() - offset)
         keys = (place.key, *(alias.key for alias in aliases))
         if any((alias.lead, alias.lead_shape) != (place.lead, place.lead_shape) for alias in aliases):
             raise ValueError(f"{keys}: aliases with other leading dimensions")
@@ -96,9 +99,15 @@ class ChunkFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            with disk_errors(self.path):
-                os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                with disk_errors(self.path):
+                    self._flusher.finish(self._file.fileno())
+            finally:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        self._flusher.close()
+        self._file.close()
 
     def __enter__(self) -> ChunkFile:
         return self
@@ -109,7 +118,7 @@ class ChunkFile:
         if error is None:
             self.close()
         else:
-            self._file.close()
+            self._abandon()
 
 
 def write_metadata(directory: Path, chunks: Iterable[WrittenChunk]) -> None:
