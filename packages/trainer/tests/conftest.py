@@ -1,3 +1,5 @@
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,11 @@ def reference_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(Path(tmp_path_factory.mktemp("tied")), seed=2, tied=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_process_groups() -> Iterator[None]:
+    """Megatron's groups would stay for the next files, each with three threads."""
+    yield
+    if parallel := sys.modules.get("slime.trainer.backends.megatron.model.parallel"):
+        parallel.destroy()

@@ -39,7 +39,7 @@ def initialize(args: Mapping[str, Any], ranks: Ranks, *, seed: int = 1234) -> No
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(minutes=10)
         )
         _own_group = True
-    parallel_state.destroy_model_parallel()
+    _leave()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
@@ -54,14 +54,18 @@ def initialize(args: Mapping[str, Any], ranks: Ranks, *, seed: int = 1234) -> No
 def destroy() -> None:
     """Leaves Megatron's groups, and the process group if `initialize` made it."""
     global _own_group
+    _leave()
+    if _own_group:
+        dist.destroy_process_group()
+        _own_group = False
+
+
+def _leave() -> None:
     # Megatron forgets most of its groups and torch keeps them, each of gloo's with three threads.
     for group in dict.fromkeys(parallel_state._global_process_group_list or []):
         if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-    if _own_group:
-        dist.destroy_process_group()
-        _own_group = False
 
 
 def mixed_precision(chunks: Chunks, config: Any) -> Chunks:
