@@ -10,6 +10,7 @@ from rollout_fakes import VOCABULARY, CharTokenizer, FakeEngine
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.router_address import RouterAddress
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.settings.rollout import RolloutSettings
@@ -33,6 +34,7 @@ def make_state() -> Iterator[Callable[..., RolloutState]]:
         fleet = Fleet(engines, LoopThread(), fleet_options(settings))
         opened.append(fleet)
         fleet.start()
+        fleet.loop.run(RouterAddress(fleet, "127.0.0.1").start(), timeout=30)
         return RolloutState(flat_args(settings, fleet), fleet, CharTokenizer(), RolloutPlugins(settings))
 
     yield make

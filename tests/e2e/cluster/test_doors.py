@@ -33,6 +33,8 @@ PROCESSES = {
     "engine: HTTP": "slime.rollout.engines.embedded",
 }
 WORKER = "ray::"
+# The doors of a service besides its own and its Ray worker's.
+MORE = {"trainer": "trainer: gloo", "rollout": "router: HTTP"}
 SERVED = {"buffer": "buffer", "rollout": "rollout", "trainer-0": "trainer", "trainer-1": "trainer"}
 # As any program could: imports come first, for the interpreter's own files may be closed to another user.
 STRANGER = """
@@ -134,29 +136,26 @@ def look(process: subprocess.Popen[str], output_dir: Path, seen: Seen) -> None:
             else:
                 door = next((name for name, words in PROCESSES.items() if re.search(words, line)), "")
             if not door and line.startswith(WORKER):
-                # A worker of Ray has one socket of its own; what a rank has besides is gloo's.
+                # A worker of Ray has one socket of its own; what a service has besides is in MORE.
                 seen.most["Ray: worker", each.pid] += 1
-                door = (
-                    "trainer: gloo" if role == "trainer" and seen.most["Ray: worker", each.pid] > 1 else "Ray: worker"
-                )
+                door = MORE.get(role or "", "") if seen.most["Ray: worker", each.pid] > 1 else "Ray: worker"
             if not door:
                 seen.strangers.add(f"{line[:200]} at {address}")
             seen.doors.setdefault(door, set()).add(address.ip)
     for (door, pid), count in list(seen.most.items()):
-        if door == "Ray: worker" and count > 1 and pid not in _ranks(driver, served):
+        roles = _roles(driver, served).get(pid, set())
+        if door == "Ray: worker" and count > 1 and roles != {"trainer"} and (count, roles) != (2, {"rollout"}):
             seen.strangers.add(f"process {pid}: {count} sockets of a Ray worker")
     seen.most.clear()
 
 
-def _ranks(driver: psutil.Process, served: dict[int, str]) -> set[int]:
-    found = set()
+def _roles(driver: psutil.Process, served: dict[int, str]) -> dict[int, set[str]]:
+    """Returns the services that each process serves."""
+    found: dict[int, set[str]] = {}
     for each in driver.children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             ports = {c.laddr.port for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-        except psutil.NoSuchProcess:
-            continue
-        if any(served.get(port) == "trainer" for port in ports):
-            found.add(each.pid)
+            found[each.pid] = {served[port] for port in ports & served.keys()}
     return found
 
 

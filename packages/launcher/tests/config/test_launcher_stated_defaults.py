@@ -60,7 +60,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def plug_in_view(config: Any) -> Namespace:
     engine = SimpleNamespace(url="http://127.0.0.1:1")
-    fleet = SimpleNamespace(members=[engine], on_new_address=lambda listener: None)
+    fleet = SimpleNamespace(members=[engine], address=None, on_new_address=lambda listener: None)
     return flat_args(config.rollout, fleet)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.member import Member
+from slime.rollout.fleet.router_address import RouterAddress
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options, restart_limits
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.prompts.tokenizer import check_directory, check_transformers, load_tokenizer
@@ -23,6 +24,8 @@ from slime.rollout.rewards import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import split_url
 from slime.types.errors import InvalidSetting, NotAvailable
+
+LISTEN_SECONDS = 30.0
 
 
 def open_state(
@@ -55,6 +58,8 @@ def open_state(
     fleet = Fleet(engines, loop, fleet_options(settings))
     try:
         fleet.start()
+        if engines:
+            loop.run(RouterAddress(fleet, settings.rollout_engine_host).start(), timeout=LISTEN_SECONDS)
         check_abilities(settings, fleet)
         if (extra_args or {}).get("multimodal_keys"):
             check_images(settings.hf_checkpoint, fleet.members)

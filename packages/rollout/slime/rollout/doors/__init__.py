@@ -1,4 +1,4 @@
-"""Protection of the HTTP servers of this package: the embedded engine and the agents' gateway.
+"""Protection of the HTTP servers of this package: the embedded engine, the router, and the agents' gateway.
 
 access.py        host, origin, key and content type of a request
 bodies.py        reads bodies within limits of size and time; JSON

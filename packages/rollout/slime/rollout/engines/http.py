@@ -154,6 +154,29 @@ class EngineHTTP:
         if not begun:
             raise EngineError(f"engine {self.name} answered POST {path} with no event", field=self.name, value=path)
 
+    async def relay(
+        self,
+        method: str,
+        path: str,
+        take: Callable[[aiohttp.ClientResponse], Awaitable[T]],
+        may_repeat: Callable[[], bool],
+        *,
+        timeout_seconds: float,
+        **request: Any,
+    ) -> T:
+        """Returns what `take` makes of an answer, also of a refusal. If the connection is lost while `may_repeat`, the
+        call is sent again."""
+
+        async def send() -> T:
+            timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+            async with self._opened().request(method, self.url + path, timeout=timeout, **request) as response:
+                if response.status >= 500:
+                    raise self._refusal(method, path, response.status, await response.read())
+                return await take(response)
+
+        with self._explained(method, path, timeout_seconds):
+            return await self._repeated(send, may_repeat)
+
     async def _repeated(self, send: Callable[[], Awaitable[T]], may_repeat: Callable[[], bool] = lambda: True) -> T:
         session = self._opened()
         for _ in range(REPEATS):

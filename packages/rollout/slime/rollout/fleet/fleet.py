@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RunningEngine
@@ -21,6 +21,9 @@ from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.rollout.fleet.watched import FleetOptions, WatchedEngines
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
+
+if TYPE_CHECKING:
+    from slime.rollout.fleet.router_address import RouterAddress
 
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -31,6 +34,8 @@ INTERRUPT_AGAIN_SECONDS = 1.0
 
 
 class Fleet(WatchedEngines):
+    """The engines of a rollout service. address: where the router answers over HTTP; None where it does not."""
+
     def __init__(self, engines: Sequence[RunningEngine], loop: LoopThread, options: FleetOptions | None = None) -> None:
         super().__init__(engines, loop, options)
         # The engine of each request in flight, by request id.
@@ -38,6 +43,25 @@ class Fleet(WatchedEngines):
         self._interrupting = False
         # Members whose requests are being moved to other engines.
         self._leaving: set[Member] = set()
+        self.address: RouterAddress | None = None
+
+    async def _close(self) -> None:
+        if self.address is not None:
+            await self.address.stop()
+        await super()._close()
+
+    @contextlib.asynccontextmanager
+    async def admit(
+        self, samples: int, session_id: str | None, member: Member | None, rids: Sequence[str]
+    ) -> AsyncIterator[Member]:
+        """Yields the member of a request, at which `abort` finds it while the block runs. Raises as `Router.admit`."""
+        async with self.router.admit(samples, session_id, member, rids) as chosen:
+            self._sent.update(dict.fromkeys(rids, chosen))
+            try:
+                yield chosen
+            finally:
+                for rid in rids:
+                    self._sent.pop(rid, None)
 
     async def generate(
         self,
@@ -89,8 +113,7 @@ class Fleet(WatchedEngines):
         answered = False
         try:
             while not answered:
-                async with self.router.admit(len(input_ids), session_id, member, keys) as chosen:
-                    self._sent.update(dict.fromkeys(keys, chosen))
+                async with self.admit(len(input_ids), session_id, member, keys) as chosen:
                     engine, limit = chosen.engine, chosen.limit
                     began = 0 if limit is None else limit.began(_most_tokens(input_ids, sampling_params))
                     if self.options.nuclei and chosen.kind.returns_nuclei:
@@ -108,9 +131,6 @@ class Fleet(WatchedEngines):
                         await self.explain(chosen, engine, error)
                         if streamed is not None and streamed.begun:
                             return streamed.kept(keys, LOST)
-                    finally:
-                        for key in keys:
-                            self._sent.pop(key, None)
                     if limit is not None:
                         limit.answered(len(input_ids), _retracted(outputs), began)
                     if self._interrupting:
@@ -118,7 +138,7 @@ class Fleet(WatchedEngines):
                     elif chosen in self._leaving:
                         _mark_aborted(outputs, LOST)
         except Withdrawn:
-            return [_never_sent(rid) for rid in keys or [""] * len(input_ids)]
+            return [never_sent(rid) for rid in keys or [""] * len(input_ids)]
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
             count = len(outputs) if isinstance(outputs, list) else 1
             raise EngineError(
@@ -213,7 +233,7 @@ async def _abort_request(rid: str, member: Member) -> None:
     await member.client.abort(rid)
 
 
-def _never_sent(rid: str) -> dict[str, Any]:
+def never_sent(rid: str) -> dict[str, Any]:
     """Returns the answer to a request that was aborted before it was sent to an engine."""
     reason = {"type": "abort", "message": "aborted before an engine had it"}
     return {

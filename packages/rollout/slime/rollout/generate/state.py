@@ -191,7 +191,8 @@ def eval_sampling_params(args: RolloutArgs) -> dict[str, Any]:
 
 
 def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | None = None) -> RolloutArgs:
-    """Returns the namespace that plug-ins get: the rollout settings, `extra` and the addresses of the engines.
+    """Returns the namespace that plug-ins get: the rollout settings, `extra`, the addresses of the engines and of the
+    router, which has to listen already.
 
     extra: the settings that the launcher adds.
     """
@@ -218,8 +219,8 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
 def _set_addresses(args: RolloutArgs, fleet: Fleet) -> None:
     """Writes the addresses of the engines into `args`, whose copies share the list and the dictionary."""
     args.rollout_engine_urls[:] = [member.url for member in fleet.members]
-    first = urlsplit(args.rollout_engine_urls[0]) if fleet.members else None
-    args.sglang_router_ip, args.sglang_router_port = (first.hostname, first.port) if first else (None, None)
+    url = urlsplit(fleet.address.url) if fleet.address is not None else None
+    args.sglang_router_ip, args.sglang_router_port = (url.hostname, url.port) if url else (None, None)
     args.sglang_model_routers["default"] = (args.sglang_router_ip, args.sglang_router_port)
 
 
