@@ -1,7 +1,17 @@
-"""`python -m slime.trainer serve ...`."""
+"""The `slime-trainer` program: ends without a traceback if Ctrl-C comes while its modules are imported."""
 
 import sys
 
-from slime.trainer.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Returns what `slime.trainer.cli.main` returns, and 130 if Ctrl-C came before it ran."""
+    try:
+        from slime.trainer.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The programs' starts: Ctrl-C while modules are imported ends them with exit code 130 and without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {
+    name: target
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+    for name, target in tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("scripts", {}).items()
+}
+COMMAND_MODULES = {name: target.partition(":")[0].replace("__main__", "cli") for name, target in SCRIPTS.items()}
+# Starts a program as its script does, and gets SIGINT, as a terminal sends it, when a module is searched for.
+START = """
+import signal, sys
+program, target, moment, *words = sys.argv[1:]
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = [program, *words]
+module, _, function = target.partition(":")
+namespace = {}
+exec(f"from {module} import {function} as main", namespace)
+sys.exit(namespace["main"]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "moment", "words"),
+    [
+        *((program, module, "--help") for program, module in COMMAND_MODULES.items()),
+        *((program, "argparse", "--help") for program in SCRIPTS),
+        *((program, "numpy", "--help") for program in SCRIPTS),
+        ("slime", "slime.launcher.show.command", "runs"),
+        ("slime", "grpc", "doctor"),
+        ("slime-buffer", "grpc", "serve --help"),
+        ("slime-rollout", "grpc", "serve --help"),
+        ("slime-trainer", "grpc", "serve --help"),
+        ("slime-rollout", "aiohttp", "generate --prompts a.jsonl --output b.jsonl --hf-checkpoint ."),
+        ("slime-convert", "torch", "hf-to-torch-dist --hf-checkpoint . --save out"),
+    ],
+)
+def test_an_interrupted_start_ends_without_a_traceback(program: str, moment: str, words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", START, program, SCRIPTS[program], moment, *words.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "", "")
