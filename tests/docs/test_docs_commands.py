@@ -53,15 +53,20 @@ def training_flags() -> frozenset[str]:
 
 @cache
 def flags_of(*command: str) -> frozenset[str]:
-    """Returns what `COMMAND --help` prints."""
+    """Returns what `COMMAND --help` prints, and `COMMAND --help-all` where there is such a flag."""
     program, *rest = command
     module = MODULES[program]
-    done = subprocess.run(
-        [sys.executable, "-m", module, *rest, "--help"],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return frozenset(re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", done.stdout))
+    flags: set[str] = set()
+    for help_flag in ("--help", "--help-all"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, *rest, help_flag],
+            capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        flags.update(re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", done.stdout))
+        if "--help-all" not in flags:
+            break
+    return frozenset(flags)
 
 
 def unknown_flags(words: list[str]) -> list[str]:

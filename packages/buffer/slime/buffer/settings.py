@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.sources.dataset import split_slice
 from slime.buffer.sources.media import check_keys
 from slime.buffer.store.urls import PAYLOADS, STORE, check_url
 from slime.types.errors import InvalidSetting
 from slime.types.models.vision import IMAGE
+from slime.types.prompt_files.slices import split_slice
 from slime.types.settings import json_object, setting
 from slime.types.shared_settings import GroupSettings, PromptSettings
 

@@ -11,10 +11,11 @@ from itertools import islice
 from typing import Any
 
 from slime.buffer.sources.base import Columns
-from slime.buffer.sources.dataset import read_dataset, split_slice
-from slime.buffer.sources.readers import reader_of
+from slime.buffer.sources.dataset import read_dataset
 from slime.types import Sample
 from slime.types.models.vision import IMAGE
+from slime.types.prompt_files.readers import reader_of
+from slime.types.prompt_files.slices import split_slice
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 

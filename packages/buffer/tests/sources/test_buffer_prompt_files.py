@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from slime.buffer.sources.base import Columns, Prompt
 from slime.buffer.sources.dataset import read_dataset
-from slime.buffer.sources.readers import READERS, read_csv, read_parquet
 from slime.types.errors import InvalidFile
+from slime.types.prompt_files.readers import READERS, read_csv, read_parquet
 
 ROWS = [{"input": f'Say {i}, ü\n"twice"', "label": str(i)} for i in range(5)]
 

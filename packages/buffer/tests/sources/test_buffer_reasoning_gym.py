@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from slime.buffer.sources.base import Columns
-from slime.buffer.sources.dataset import read_dataset, split_slice
+from slime.buffer.sources.dataset import read_dataset
 from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.prompt_files.slices import split_slice
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,34 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "serve": "Lease prompts from a buffer, generate and score samples, and complete their groups there",
-    "generate": "Generate and score samples for the prompts of a jsonl file, without a buffer",
+    "generate": "Generate and score samples for the prompts of a file, without a buffer",
     "engines": "List the engines of a run, and let external ones join and leave it",
 }
+# Settings that most calls of `generate` and `serve` set, by task.
+FIRST_OF_GENERATE = {
+    "Model and prompts": (
+        "hf_checkpoint", "prompts", "input_key", "label_key", "metadata_key", "apply_chat_template",
+    ),
+    "Responses": (
+        "n_samples_per_prompt", "rollout_max_response_len", "rollout_temperature", "rollout_top_p", "rollout_stop",
+        "custom_generate_function_path",
+    ),
+    "Reward": ("rm_type", "custom_rm_path"),
+    "Engines": (
+        "rollout_external_engine_addrs", "rollout_engine", "rollout_num_gpus_per_engine", "sglang_server_concurrency",
+    ),
+    "A server in place of engines": ("openai_url", "openai_model", "openai_api_key_file"),
+    "Output": ("output", "overwrite"),
+}  # fmt: skip
+FIRST_OF_SERVE = {
+    "Model and buffer": ("hf_checkpoint", "buffer_address", "apply_chat_template"),
+    "Responses": (
+        "rollout_max_response_len", "rollout_temperature", "rollout_function_path", "custom_generate_function_path",
+    ),
+    "Reward": ("rm_type", "custom_rm_path", "dynamic_sampling_filter_path"),
+    "Engines": FIRST_OF_GENERATE["Engines"],
+    "Service": ("host", "port", "token_file", "tls_cert", "tls_key"),
+}  # fmt: skip
 USAGE = f"""usage: slime-rollout COMMAND ...
 
 {command_list(COMMANDS)}
@@ -47,7 +72,12 @@ class ServeSettings:
 class GenerateSettings:
     """Files."""
 
-    prompts: str = setting(REQUIRED, "File of prompts, one JSON object per line", metavar="FILE")
+    prompts: str = setting(
+        REQUIRED,
+        "Prompts: a .jsonl, .jsonl.gz, .json, .csv or .parquet file, of which FILE@[a:b] takes rows a to b, or "
+        "reasoning_gym:NAME?size=1000&seed=42; a name with another ending is read as JSON lines",
+        metavar="FILE",
+    )
     output: str = setting(
         REQUIRED,
         "File of samples to write: Parquet if its name ends in .parquet, else one JSON object per line. Until all "
@@ -109,6 +139,7 @@ def _serve(argv: Sequence[str]) -> int:
         prog="slime-rollout serve",
         description="Serve rollouts over gRPC: generate and score samples.",
         families=[SGLANG_FLAGS],
+        first=FIRST_OF_SERVE,
     )
     from slime.rollout.service import serve
 
@@ -133,13 +164,14 @@ def _generate(argv: Sequence[str]) -> int:
         prog="slime-rollout generate",
         description="Answers and scores the prompts of a file.",
         families=[SGLANG_FLAGS],
+        first=FIRST_OF_GENERATE,
     )
     from slime.rollout.generate.offline import generate_file
 
     server = _server(files)
     metrics = generate_file(
         settings,
-        Path(files.prompts),
+        files.prompts,
         Path(files.output),
         input_key=files.input_key,
         label_key=files.label_key,

@@ -45,13 +45,14 @@ def no_directory(path: str | Path, flag: str, expected: str = "a Hugging Face mo
     )
 
 
-def hub_hint(path: str | Path, flag: str) -> str:
-    """Returns a hint how to download "ORG/NAME" from the Hub; "" for other paths."""
+def hub_hint(path: str | Path, flag: str, kind: str = "model") -> str:
+    """Returns a hint how to download "ORG/NAME" from the Hub; "" for other paths. kind: model or dataset."""
     text = str(path)
     if not _HUB_NAME.fullmatch(text) or Path(text).parent.exists():
         return ""
     name = text.rpartition("/")[2]
-    return f": for a name on the Hub, `hf download {text} --local-dir {name}`, then {flag} {name}"
+    options, file = ("", "") if kind == "model" else (f" --repo-type {kind}", "/FILE")
+    return f": for a name on the Hub, `hf download {text}{options} --local-dir {name}`, then {flag} {name}{file}"
 
 
 def read_bounded(path: str | Path, flag: str, most_bytes: int = MOST_BYTES) -> bytes:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from slime.types.config_files import read_config, unknown_key
 from slime.types.errors import InvalidSetting, UnknownFlag
+from slime.types.programs import add_help_flags
 from slime.types.setting_values import NUMBERS, argparse_error, check, check_text, flag_name, value_type
 
 REQUIRED: Any = dataclasses.MISSING
@@ -322,13 +323,17 @@ class FlagFamily(typing.Protocol):
 
 
 def parse(
-    argv: Sequence[str] | None, *settings: type, prog: str, description: str, families: Sequence[FlagFamily] = ()
-) -> tuple[Any, ...]:
+    argv: Sequence[str] | None, *settings: type, prog: str, description: str, families: Sequence[FlagFamily] = (),
+    first: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Reads `argv` (and the `--config` file it names) into one instance of each of `settings`.
 
-    families: flags of other programs to accept, too. Raises ConfigError, which names the flag or the key.
+    families: flags of other programs to accept, too. first: names of settings by title: `--help` describes only these,
+    and `--help-all` every flag. Raises ConfigError, which names the flag or the key.
     """
-    parser = Parser(prog=prog, description=description)
+    parser = Parser(prog=prog, description=description, add_help=not first)
+    if first:
+        add_help_flags(parser, first)
     parser.add_argument(
         "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="YAML file of settings; flags win over it"
     )
@@ -350,7 +355,7 @@ def parse(
                     merge(values, family.setting, found, families)
                     break
             else:
-                raise unknown_key(key, known, f"{prog} --help").at(f"--config {config_file}")
+                raise unknown_key(key, known, f"{prog} --help{'-all' if first else ''}").at(f"--config {config_file}")
     for name, value in explicit.items():
         merge(values, name, value, families)
     return tuple(build(cls, values) for cls in settings)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
-import sys
 from dataclasses import dataclass
 from itertools import islice
 
 from slime.buffer.sources.base import Columns, Prompt, prompt_of_row
-from slime.buffer.sources.readers import reader_of
-from slime.buffer.sources.reasoning_gym import local_file
-from slime.types.errors import InvalidField, InvalidFile, InvalidSetting, errors_name
+from slime.types.errors import InvalidField, InvalidFile, errors_name
 from slime.types.files import check_readable
+from slime.types.prompt_files.readers import reader_of
+from slime.types.prompt_files.slices import split_slice
 
 
 @dataclass(frozen=True)
@@ -124,24 +122,6 @@ def _read(source: str, columns: Columns, all_columns: bool, flag: str) -> tuple[
             f"{source}: no row has a column {name!r}", field=name, value=source, expected="a column of that name"
         )
     return path, prompts
-
-
-def split_slice(source: str, flag: str = "--prompt-data") -> tuple[str, slice]:
-    """Splits `data.jsonl@[10:20]` into ("data.jsonl", slice(10, 20)); `reasoning_gym:NAME` becomes its file's path.
-
-    Raises InvalidSetting if anything but a slice follows `@[`, and what `local_file` raises.
-    """
-    path, mark, bounds = source.rpartition("@[")
-    if not mark:
-        return local_file(source, flag), slice(None)
-    match = re.fullmatch(r"(-?\d*):(-?\d*)\]", bounds)
-    if match is None or "-" in match.groups():
-        raise InvalidSetting.must_be(
-            flag, "PATH@[a:b] with integers a and b, each of which may be left out", got=source
-        )
-    # Files have fewer rows than the largest index.
-    start, stop = (min(int(text[:20]), sys.maxsize) if text else None for text in match.groups())
-    return local_file(path, flag), slice(start, stop)
 
 
 def _counts_from_start(rows: slice) -> bool:

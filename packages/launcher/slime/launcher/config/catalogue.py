@@ -11,11 +11,12 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.converters.megatron.flags import MegatronSettings
-from slime.launcher.config.help import FIRST, FIRST_ASYNC, PrintHelp, short_help
+from slime.launcher.config.help import FIRST, FIRST_ASYNC, PrintColouredHelp
 from slime.launcher.config.settings import LauncherSettings
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.types.programs import short_help
 from slime.types.setting_values import value_type
 from slime.types.settings import FlagFamily, Parser, add_flags, flag_names, negated
 
@@ -105,7 +106,7 @@ def _megatron_help(_: argparse.ArgumentParser) -> str:
 
 def _short_help(parser: argparse.ArgumentParser) -> str:
     first = FIRST_ASYNC if parser.prog == "slime train-async" else FIRST
-    return short_help(parser, {name: (flag.hint, flag.field) for name, flag in _declared().items()}, first)
+    return short_help(parser, first, ", and so does docs/flags.md", ["--help-megatron"])
 
 
 ABOUT = {
@@ -136,7 +137,7 @@ def build_parser(flags: dict[str, Flag], command: str = "train") -> Parser:
         (("--help-all",), argparse.ArgumentParser.format_help, "Show this help of every flag, and exit"),
         (("--help-megatron",), _megatron_help, "Show Megatron's own flags, for --train-backend megatron, and exit"),
     ):
-        parser.add_argument(*names, action=PrintHelp, const=text, help=about)
+        parser.add_argument(*names, action=PrintColouredHelp, const=text, help=about)
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",

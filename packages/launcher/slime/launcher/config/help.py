@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import IO, Any
 
-from slime.types.settings import Parser, add_flags
+from slime.types.programs import PrintHelp
+from slime.types.settings import Parser
 
 # Settings that most runs set, by task; `--help-all` describes the others.
 FIRST: Mapping[str, tuple[str, ...]] = {
@@ -39,16 +38,11 @@ class CommandParser(Parser):
         print_coloured(self.format_help(), file)
 
 
-class PrintHelp(argparse.Action):
-    """Prints a text and exits. const: a function of the parser that makes the text when it is needed."""
+class PrintColouredHelp(PrintHelp):
+    """Prints a text, coloured on a terminal, and exits."""
 
-    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        self._text = options["const"]
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=options["help"])
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print_coloured(self._text(parser))
-        parser.exit()
+    def show(self, text: str) -> None:
+        print_coloured(text)
 
 
 def print_coloured(text: str, file: IO[str] | None = None) -> None:
@@ -65,32 +59,3 @@ def print_coloured(text: str, file: IO[str] | None = None) -> None:
     styled.highlight_regex(r"(?m)^\s+(?P<flag>--?[a-zA-Z][\w-]*(?:, --?[\w-]+)*)", "cyan")
     # The text is wrapped already.
     Console(file=file, highlight=False, markup=False, soft_wrap=True).print(styled, end="")
-
-
-def short_help(
-    parser: argparse.ArgumentParser,
-    flags: Mapping[str, tuple[Any, dataclasses.Field[Any]]],
-    first: Mapping[str, tuple[str, ...]],
-) -> str:
-    """Returns the help of a training command with some flags only.
-
-    flags: (type, field) of each setting by its name. first: names of the settings to describe, by title of their group.
-    """
-    short = Parser(
-        prog=parser.prog, usage=parser.usage, description=parser.description, add_help=False,
-        epilog=f"`{parser.prog} --help-all` describes every flag, and so does docs/flags.md.",
-    )  # fmt: skip
-    for title, names in first.items():
-        fields = []
-        for name in names:
-            hint, known = flags[name]
-            field = dataclasses.field(
-                default=known.default, default_factory=known.default_factory, metadata=known.metadata
-            )  # type: ignore[call-overload]
-            fields.append((name, hint, field))
-        add_flags(short, dataclasses.make_dataclass("Group", fields, kw_only=True, namespace={"__doc__": title}))
-    more = short.add_argument_group("More")
-    more.add_argument("--config", metavar="FILE.yaml", help="Flat YAML file of these settings; flags win over it")
-    more.add_argument("--help-all", action="store_true", help="Describe every flag")
-    more.add_argument("--help-megatron", action="store_true", help="Describe Megatron's own flags")
-    return short.format_help()

@@ -11,8 +11,6 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.buffer.sources.base import Columns, prompt_of_row
-from slime.buffer.sources.dataset import split_slice
-from slime.buffer.sources.readers import ENDINGS, reader_of
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import dataset_name
 from slime.rollout.generate.supervised import FUNCTION as SUPERVISED
@@ -22,6 +20,8 @@ from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeError, counted
 from slime.types.files import check_readable
 from slime.types.models.vision import IMAGE
+from slime.types.prompt_files.readers import ENDINGS, reader_of
+from slime.types.prompt_files.slices import split_slice
 
 # The doctor reads the first ROWS rows of a file, and more of them until SECONDS have passed. A run reads all rows, and
 # reports its progress every SECONDS.

@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.sources.dataset import split_slice
-from slime.buffer.sources.readers import reader_of
 from slime.launcher.config.catalogue import declared
 from slime.launcher.config.checks.run import check_model
 from slime.launcher.config.run_config import RunConfig
@@ -22,6 +20,8 @@ from slime.launcher.doctor.model import check_weights
 from slime.rollout.prompts.tokenizer import load_tokenizer
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
 from slime.types.errors import InvalidFile, InvalidSetting
+from slime.types.prompt_files.readers import reader_of
+from slime.types.prompt_files.slices import split_slice
 
 # Files beside tokenizer.json that transformers reads, each where it exists.
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.sources.dataset import split_slice
 from slime.launcher.hub.names import HubName, dataset_name, model_name
 from slime.types.directories import path_errors
 from slime.types.errors import MissingFile, NotAvailable
 from slime.types.files import whole_file
+from slime.types.prompt_files.slices import split_slice
 
 # The files of a model that this project reads: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")

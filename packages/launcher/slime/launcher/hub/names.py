@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.buffer.sources.readers import READERS
+from slime.types.prompt_files.readers import READERS
 
 _NAME = r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)"
 _REVISION = r"(?:@(?P<revision>[\w][\w./-]*))?"

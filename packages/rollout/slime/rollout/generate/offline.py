@@ -1,4 +1,4 @@
-"""Answers and scores the prompts of a jsonl file, without a buffer."""
+"""Answers and scores the prompts of a file, without a buffer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from slime.rollout.prompts.tokenizer import has_chat_template
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources import MemorySource
 from slime.types import Sample
-from slime.types.errors import InvalidFile, InvalidSetting, counted
-from slime.types.files import check_readable, json_reason
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, counted, errors_name
+from slime.types.files import check_readable, hub_hint
+from slime.types.prompt_files.readers import READERS, read_jsonl, reader_of
+from slime.types.prompt_files.slices import split_slice
 
+PROMPTS = "--prompts"
+PACKAGE = "slime-rollout"
 # Settings that make other answers. Those of engines and of time limits may change between two runs of one output.
 IDENTIFYING = (
     "hf_checkpoint", "n_samples_per_prompt", "apply_chat_template", "apply_chat_template_kwargs", "rm_type", "rm_url",
@@ -52,7 +56,7 @@ class _PromptsOfFile(MemorySource):
 
 def generate_file(
     settings: RolloutSettings,
-    prompts: Path,
+    prompts: str,
     output: Path,
     *,
     input_key: str = "input",
@@ -66,7 +70,7 @@ def generate_file(
     Groups are kept in `output`.part as they complete, and a command that was ended goes on from there.
     server: answers in place of engines.
     Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
-    Raises InvalidFile naming the line of a broken prompt; InvalidSetting for an `output` that cannot be a file
+    Raises what `read_prompts` raises; InvalidSetting for an `output` that cannot be a file
     or, without `overwrite`, is a file that is not empty.
     """
     check_output(output, overwrite)
@@ -130,7 +134,7 @@ def _generate(
         close_state(state)
 
 
-def _check_template(settings: RolloutSettings, prompts: Path) -> None:
+def _check_template(settings: RolloutSettings, prompts: str) -> None:
     if "chat_template" not in settings.apply_chat_template_kwargs and not has_chat_template(settings.hf_checkpoint):
         needed = (
             "--apply-chat-template" if settings.apply_chat_template else f"--prompts {prompts}, with chat messages,"
@@ -145,33 +149,36 @@ def _fits(state: Any, sample: Sample) -> bool:
     return limit is None or len(state.prompts.encode(sample)) <= limit
 
 
-def read_prompts(path: Path, input_key: str, label_key: str, metadata_key: str) -> list[dict[str, Any]]:
-    """Reads fields of Sample, one dict per line; skips empty lines. Raises InvalidFile naming a broken line."""
-    check_readable(path, "--prompts")
-    if path.suffix in (".csv", ".gz", ".parquet"):
-        raise InvalidFile.must_be("--prompts", "a file of one JSON object per line, not compressed", got=str(path))
+def read_prompts(source: str, input_key: str, label_key: str, metadata_key: str) -> list[dict[str, Any]]:
+    """Reads fields of Sample, one dict per row of `PATH` or `PATH@[a:b]`, as `--prompt-data` of a training does.
+
+    PATH: a file whose ending tells its kind, with JSON lines for an ending that tells none, or `reasoning_gym:NAME`.
+    Raises MissingFile; InvalidFile naming a broken row; InvalidSetting; NotAvailable for a missing package.
+    """
+    path, chosen = split_slice(source, PROMPTS, PACKAGE)
+    if not Path(path).exists() and (hint := hub_hint(path, PROMPTS, "dataset")):
+        raise MissingFile(f"{PROMPTS}: no such file {path}{hint}", field=PROMPTS, value=path, expected="a file")
+    check_readable(path, PROMPTS)
+    read = reader_of(path, PROMPTS, PACKAGE) if _tells_its_kind(path) else read_jsonl
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep lists
-            raise InvalidFile(
-                f"--prompts {path}, line {number}: not JSON: {json_reason(error)}",
-                field="--prompts",
-                value=line,
-                expected="a JSON object",
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get(input_key), (str, list)):
-            raise InvalidFile.must_be(
-                f"--prompts {path}, line {number}",
-                f"an object with text or a list of chat messages at the key {input_key!r} (--input-key)",
-                got=row,
-            )
-        rows.append({"prompt": row[input_key], "label": row.get(label_key), "metadata": row.get(metadata_key) or {}})
+    with errors_name(PROMPTS):
+        for where, row in list(read(path))[chosen]:
+            rows.append(_fields(row, f"{path}, {where}", input_key, label_key, metadata_key))
     if not rows:
-        raise InvalidFile(
-            f"--prompts {path} is empty", field="--prompts", value=str(path), expected="at least one line"
-        )
+        raise InvalidFile(f"{PROMPTS} {source} has no rows", field=PROMPTS, value=source, expected="a row")
     return rows
+
+
+def _tells_its_kind(path: str) -> bool:
+    return path.lower().endswith((*READERS, ".gz"))
+
+
+def _fields(row: dict[str, Any], where: str, input_key: str, label_key: str, metadata_key: str) -> dict[str, Any]:
+    if not isinstance(row.get(input_key), (str, list)):
+        raise InvalidFile.must_be(
+            where, f"an object with text or a list of chat messages at the key {input_key!r} (--input-key)", got=row
+        )
+    metadata = row.get(metadata_key) or {}
+    if not isinstance(metadata, dict):
+        raise InvalidFile.must_be(f"{where}: {metadata_key!r}", "an object (--metadata-key)", got=metadata)
+    return {"prompt": row[input_key], "label": row.get(label_key), "metadata": metadata}

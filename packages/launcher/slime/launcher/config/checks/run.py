@@ -14,8 +14,6 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from slime.buffer.sources.dataset import split_slice
-from slime.buffer.sources.readers import reader_of
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
 from slime.converters.torch_dist.directory import is_torch_dist
@@ -35,6 +33,8 @@ from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvai
 from slime.types.files import check_readable, no_directory
 from slime.types.models.experts import experts_of
 from slime.types.models.vision import require_vision
+from slime.types.prompt_files.readers import reader_of
+from slime.types.prompt_files.slices import split_slice
 from slime.types.setting_values import flag_name
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -8,6 +8,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted
@@ -15,6 +16,8 @@ from slime.types.files import json_reason
 
 # Largest CSV cell, in characters: some prompts exceed the csv module's own limit of 131,072.
 MOST_CHARACTERS = 1 << 30
+# The package that reads prompts unless a caller names another one.
+BUFFER = "slime-buffer"
 
 
 class RowReader(Protocol):
@@ -118,17 +121,18 @@ def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InvalidFile(f"{path}, line {line}: not CSV: {error}", value=path, expected="CSV in UTF-8") from None
 
 
-def read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_parquet(path: str, package: str = BUFFER) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields ("row N", row), N from 0.
 
-    Raises InvalidFile if the file is not a parquet file, NotAvailable without pyarrow.
+    Raises InvalidFile if the file is not a parquet file, NotAvailable without pyarrow, which an extra of `package`
+    installs.
     """
     # Importing pyarrow takes a third of a second, and most runs read jsonl.
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise NotAvailable.not_installed(path, "pyarrow", "slime-buffer[parquet]") from error
+        raise NotAvailable.not_installed(path, "pyarrow", f"{package}[parquet]") from error
 
     try:
         # Pre-buffering keeps all columns of the file in memory until its last row is read.
@@ -153,10 +157,13 @@ READERS: Mapping[str, RowReader] = {
 ENDINGS = ", ".join(list(READERS)[:-1]) + f" or {list(READERS)[-1]}"
 
 
-def reader_of(path: str | os.PathLike[str], flag: str) -> RowReader:
-    """Returns the reader for the ending of `path`. Raises InvalidSetting for another ending."""
+def reader_of(path: str | os.PathLike[str], flag: str, package: str = BUFFER) -> RowReader:
+    """Returns the reader for the ending of `path`. Raises InvalidSetting for another ending.
+
+    package: the package whose extra the error for a missing pyarrow names.
+    """
     name = os.fspath(path).lower()
     for ending, read in READERS.items():
         if name.endswith(ending):
-            return read
+            return partial(read_parquet, package=package) if read is read_parquet else read
     raise InvalidSetting.must_be(flag, f"a file that ends in {ENDINGS}", got=os.fspath(path))

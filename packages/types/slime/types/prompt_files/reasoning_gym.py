@@ -20,16 +20,18 @@ from urllib.parse import parse_qsl
 from slime.types.directories import path_errors
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.files import whole_file
+from slime.types.prompt_files.readers import BUFFER
 
 PREFIX = "reasoning_gym:"
 # With the package's own default, a seed of None, each restart would generate other prompts.
 DEFAULTS: dict[str, Any] = {"size": 1000, "seed": 42}
 
 
-def local_file(source: str, flag: str = "--prompt-data") -> str:
+def local_file(source: str, flag: str = "--prompt-data", package: str = BUFFER) -> str:
     """Returns the path of the generated file; any other source is returned as it is.
 
-    Raises InvalidSetting for an unknown name or a wrong option, NotAvailable without the package.
+    Raises InvalidSetting for an unknown name or a wrong option, NotAvailable without reasoning-gym, which an
+    extra of `package` installs.
     """
     if not source.startswith(PREFIX):
         return source
@@ -40,7 +42,7 @@ def local_file(source: str, flag: str = "--prompt-data") -> str:
     try:
         version = importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError as error:
-        raise NotAvailable.not_installed(f"{flag} {source}", "reasoning-gym", "slime-buffer[reasoning-gym]") from error
+        raise NotAvailable.not_installed(f"{flag} {source}", "reasoning-gym", f"{package}[reasoning-gym]") from error
     state = json.dumps([name, options, version], sort_keys=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "slime", "datasets")
     path = cache / f"reasoning_gym-{name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}.jsonl"
