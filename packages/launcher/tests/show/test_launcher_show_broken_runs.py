@@ -23,6 +23,7 @@ from launcher_run_files import add_steps, group, make_run, metrics_row
 
 from slime.launcher.cli import main
 from slime.launcher.run_directory import state as run_state
+from slime.launcher.run_directory.earlier_run import MODEL
 from slime.launcher.run_directory.kept_samples import DIRECTORY, write_file
 from slime.launcher.run_directory.state import RunState, read_state
 from slime.launcher.show.answers import POINTS, Answers
@@ -154,6 +155,23 @@ def test_a_state_that_cannot_be_read_is_unknown(tmp_path: Path, text: str, capsy
     assert read_state(run).state == "unknown"
     assert main(["runs", str(tmp_path)]) == 0 and "unknown" in capsys.readouterr().out
     assert whole_page(run)["runs?"][0]["state"] == "unknown"
+
+
+def test_a_run_without_a_state_is_done_once_it_has_written_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+
+    def states() -> list[str]:
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        return [row["state"], whole_page(run)["runs?"][0]["state"]]
+
+    assert states() == ["unknown", "unknown"]
+    (run / MODEL).mkdir()
+    assert states() == ["done", "done"]
+    page = (Path(__file__).parents[4] / "docs" / "runs.md").read_text(encoding="utf-8")
+    assert "a run is `done` if it has a `model/`" in " ".join(page.split())
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"date: 2024-13-45\n", b"[" * 5000])

@@ -19,6 +19,7 @@ import yaml
 from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.metrics.files import is_evaluation
 from slime.launcher.metrics.report import REWARD, evaluation_scores
+from slime.launcher.run_directory.earlier_run import MODEL
 from slime.launcher.run_directory.kept_samples import DIRECTORY, KeptFile, kept_files
 from slime.launcher.run_directory.state import FILE as STATE
 from slime.launcher.run_directory.state import RunStatus, read_state
@@ -158,8 +159,9 @@ class RunFiles:
 
     @property
     def state(self) -> RunStatus:
+        """The recorded state; without one, done if the run has written its model, which it does at its end."""
         state = read_state(self.path)
-        if state.state == "unknown" and (self.path / "model").is_dir():
+        if state.state == "unknown" and (self.path / MODEL).is_dir():
             return RunStatus(state="done")
         return state
 
