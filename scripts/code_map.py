@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = "https://slime.example/slime/blob/main/"
 PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
 COMPATIBILITY = "Compatibility: "
 START, END = "<!-- made by scripts/code_map.py -->", "<!-- end of the code map -->"
@@ -57,8 +56,8 @@ def table(entries: Iterator[tuple[str, str]], link: str) -> str:
 def of_readme(package: str) -> str:
     """The section of a README: the package's own folder."""
     directory = ROOT / "packages" / package / "slime" / package
-    link = f"{REPOSITORY}packages/{package}/slime/{package}/"
-    every = f"[docs/code-map.md]({REPOSITORY}docs/code-map.md) lists every module."
+    link = f"slime/{package}/"
+    every = "[docs/code-map.md](../../docs/code-map.md) lists every module."
     return f"## Code map\n\n{START}\n{table(rows(directory), link)}\n\n{every}\n{END}\n"
 
 

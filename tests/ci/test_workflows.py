@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import check_release
 import count_tests
 import declared_gpus
 import property_tests
+import set_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -161,7 +163,7 @@ def test_a_release_names_one_version_everywhere(tmp_path: Path) -> None:
     for path in ROOT.glob("packages/*/pyproject.toml"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True)
-        copy.write_text(path.read_text().replace("https://slime.example", "https://host.example"))
+        copy.write_text(path.read_text())
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert "\n## Unreleased\n" in changelog
     (tmp_path / "CHANGELOG.md").write_text(changelog)
@@ -169,9 +171,30 @@ def test_a_release_names_one_version_everywhere(tmp_path: Path) -> None:
     assert faults("v0.1.0") == "CHANGELOG.md has no heading '## 0.1.0 - YYYY-MM-DD'"
     (tmp_path / "CHANGELOG.md").write_text(changelog.replace("## Unreleased", "## 0.1.0 - 2026-12-01"))
     assert faults("v0.1.0") == ""
-    placeholder = tmp_path / "packages" / "types" / "pyproject.toml"
-    placeholder.write_text((ROOT / "packages" / "types" / "pyproject.toml").read_text())
-    assert "links to a placeholder" in faults("v0.1.0") or "slime.example" not in placeholder.read_text()
+
+
+def test_a_release_links_the_pages_of_packages_to_the_files_of_its_tag(tmp_path: Path) -> None:
+    for path in [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("packages/*/README.md")]:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    set_repository.main("https://host.example/owner/slime", "v1.0.0", tmp_path)
+    base = "https://host.example/owner/slime/blob/v1.0.0/"
+    pages = sorted(tmp_path.glob("packages/*/README.md"))
+    assert len(pages) == 7
+    for page in pages:
+        urls = tomllib.loads(page.with_name("pyproject.toml").read_text())["project"]["urls"]
+        assert urls.keys() == {"Homepage", "Documentation", "Changelog", "Issues"}
+        assert urls["Documentation"] == f"{base}packages/{page.parent.name}/README.md"
+        targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        inside = [target.removeprefix(base).partition("#")[0] for target in targets if target.startswith(base)]
+        assert inside and [path for path in inside if not (ROOT / path).exists()] == []
+        assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    steps = [step.get("run", "") for step in workflow("release.yml")["jobs"]["build"]["steps"]]
+    (links,) = [n for n, run in enumerate(steps) if "scripts/set_repository.py" in run]
+    assert links < steps.index("./pants package packages::")
+    with pytest.raises(SystemExit, match="must be https://HOST/OWNER/NAME, got 'slime'"):
+        set_repository.main("slime", "v1.0.0", tmp_path)
 
 
 def test_a_push_to_a_labelled_pull_request_runs_nothing_of_it() -> None:

@@ -10,9 +10,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Package READMEs are shown on package indexes, where relative links lead nowhere. They link to the repository by this
-# address; CONTRIBUTING.md says how to change it.
-REPOSITORY = "https://slime.example/slime/blob/main/"
 PATTERNS = ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/**/*.md", "tests/*/README.md")
 PACKAGES = ("types", "buffer", "rollout", "trainer", "converters", "launcher")
 

@@ -73,4 +73,4 @@ def there(name: str) -> bool:
 
 
 # Entry points, addresses and files: no Python.
-ELSEWHERE = {"slime.training_flags", "slime.example", "slime.json", "slime.NAME"}
+ELSEWHERE = {"slime.training_flags", "slime.json", "slime.NAME"}

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from pages import PACKAGES, REPOSITORY, ROOT, anchors, links, pages
+from pages import ROOT, anchors, links, pages
 
 NUM_GPUS = 0
 
@@ -18,10 +18,7 @@ INDEX = ROOT / "docs" / "index.md"
 def targets(page: Path) -> Iterator[tuple[str, Path, str]]:
     """(link, file, anchor) of the links of a page that lead into the repository."""
     for link in links(page):
-        if link.startswith(REPOSITORY):
-            path, _, anchor = link.removeprefix(REPOSITORY).partition("#")
-            yield link, ROOT / unquote(path), anchor
-        elif "://" not in link and not link.startswith("mailto:"):
+        if "://" not in link and not link.startswith("mailto:"):
             path, _, anchor = link.partition("#")
             yield link, (page.parent / unquote(path)).resolve() if path else page, anchor
 
@@ -61,12 +58,6 @@ def test_every_result_of_a_benchmark_is_linked_by_a_page() -> None:
 def test_the_index_itself_links_every_page_of_docs() -> None:
     linked = {target for _, target, _ in targets(INDEX)}
     assert [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page not in linked | {INDEX}] == []
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_links_of_a_package_readme_work_on_a_package_index(package: str) -> None:
-    page = ROOT / "packages" / package / "README.md"
-    assert [link for link in links(page) if "://" not in link and not link.startswith("#")] == []
 
 
 def test_an_anchor_that_is_not_there_is_seen(tmp_path: Path) -> None:
