@@ -179,6 +179,7 @@ def _generate(argv: Sequence[str]) -> int:
         overwrite=files.overwrite,
         server=server,
     )
+    print(f"wrote {files.output}", file=sys.stderr)
     print(json.dumps(metrics, indent=2))
     return 0
 

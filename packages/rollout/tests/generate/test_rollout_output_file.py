@@ -59,7 +59,8 @@ def test_a_command_that_ended_early_goes_on_where_it_was(
     assert "with other settings" in capsys.readouterr().err
 
     assert main(["generate", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["rollout/raw_reward"] == 1.0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rollout/raw_reward"] == 1.0 and printed.err.endswith(f"wrote {output}\n")
     assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["12>", "34>"]
     assert (tmp_path / "scored").read_text().splitlines() == ["12>", "34>", "34>"]
     assert not (tmp_path / "out.jsonl.part").exists()

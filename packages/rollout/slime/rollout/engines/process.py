@@ -195,7 +195,7 @@ class EngineProcess:
         try:
             self._process.wait(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
-            logger.warning("engine %s is still running after %g s", self.name, timeout_seconds)
+            logger.warning("engine %s has not ended within %g s, and is killed", self.name, timeout_seconds)
 
     def _signal_group(self, number: signal.Signals) -> None:
         try:
