@@ -11,10 +11,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from slime.launcher.run_directory.kept_samples import (
     DIRECTORY,
+    MOST_FOOTERS,
     ROW_GROUP,
     SCHEMA,
     KeptSamples,
@@ -38,6 +40,31 @@ def sample(index: int = 7, response: str = "43", reward: object = 0.5) -> Sample
     )  # fmt: skip
     made.trainer_log_probs = np.float32([-0.5, -0.5, -1.5])  # type: ignore[attr-defined]
     return made
+
+
+def test_the_footer_of_a_file_is_read_once_until_a_run_writes_the_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+
+    def read_metadata(file: object) -> object:
+        read.append(file)
+        return known(file)
+
+    known = pq.read_metadata
+    monkeypatch.setattr(pq, "read_metadata", read_metadata)
+    log = KeptSamples(tmp_path, None)
+    log.write(0, [sample(index) for index in range(ROW_GROUP + 1)])
+    (file,) = kept_files(tmp_path)
+    for row in (0, ROW_GROUP):
+        assert [found["index"] for found in read_rows(file.path, ["index"], start=row, stop=row + 1)] == [row]
+    assert count_rows(file.path) == ROW_GROUP + 1 and len(read) == 1
+    log.write(0, [sample(5)])
+    assert count_rows(file.path) == 1 and read_rows(file.path)[0]["index"] == 5 and len(read) == 2
+    for step in range(1, MOST_FOOTERS + 1):
+        log.write(step, [sample(step)])
+        assert count_rows(kept_files(tmp_path)[step].path) == 1
+    assert count_rows(file.path) == 1 and len(read) == 2 + MOST_FOOTERS + 1
 
 
 def test_a_kept_sample_has_tokens_masks_and_both_log_probs(tmp_path: Path) -> None:
