@@ -8,8 +8,8 @@ what a key or a click needs. Each request is made several times, in other places
 Beside the time of an answer stands what the server computed for it, in seconds of a core, which other programs do not
 lengthen as much.
 
-Required: at most 0.3 s for what a key or a click needs. While the page checks samples for faults, each of its requests
-works for 0.3 s, in the background.
+Required: at most 0.3 s for what a key or a click needs. The checks of samples for faults are no part of it: each of
+these requests works for 0.3 s in the background, until all samples are checked.
 """
 
 from __future__ import annotations
@@ -132,14 +132,13 @@ def timed(url: str, process: psutil.Process, samples: int, steps: int) -> dict[s
         ask(request, f"data/{request}?run=0")
     ask("first checks, in the background", "data/checks?run=0")
     for _ in range(TIMES):
-        step, other = places.randrange(steps), places.randrange(steps)
+        step = places.randrange(steps)
         last, row = max(per_step - PAGE, 0), places.randrange(per_step)
         ask("first page of a step", f"data/samples?run=0&step={step}&start=0&count={PAGE}")
         ask("last page of a step", f"data/samples?run=0&step={step}&start={last}&count={PAGE}")
         ask("one sample", f"data/sample?run=0&step={step}&row={row}")
-        ask("page of another step", f"data/samples?run=0&step={other}&start=0&count={PAGE}")
-        ask("runs, asked again", "data/runs?run=0")
-        ask("curves, asked again", f"data/curves?run=0&after={steps - 1}&edition=1")
+        ask("overview, each second", "data/runs?run=0")
+        ask("curves, after a step", f"data/curves?run=0&after={steps - 1}&edition=1")
         ask("further checks, in the background", "data/checks?run=0")
     return {name: (max(times), sorted(times)[len(times) // 2], max(computed[name])) for name, times in found.items()}
 

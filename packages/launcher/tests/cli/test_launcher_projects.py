@@ -192,6 +192,7 @@ def test_an_evaluation_of_a_run_has_its_gpus_evaluator_and_attributes(
         (["model", "a.jsonl", "b.jsonl"], "unexpected argument 'b.jsonl'"),
         (["model", "a.jsonl", "--eval-prompt-data", "b.jsonl"], "DATA a.jsonl and --eval-prompt-data cannot be used"),
         (["model", "data/prompts.jsonl", "--rm-typ", "math"], "unknown option --rm-typ; did you mean --rm-type?"),
+        (["model", "held_out.jsonl", "--rm-type", "math"], "error: DATA: no such file held_out.jsonl"),
         (["nowhere", "data/prompts.jsonl", "--rm-type", "math"], "RUN|MODEL nowhere: no such directory"),
         (["data", "data/prompts.jsonl", "--rm-type", "math"], "RUN|MODEL data: neither the output directory of a run"),
     ],
@@ -283,7 +284,7 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
     assert cli.main(["export", "model", "--output", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "model.safetensors").is_file() and "pushed" not in capsys.readouterr().out
     assert cli.main(["export", "model", "--format", "gguf", "--output", str(tmp_path / "m.gguf")]) == 2
-    assert "GGUF of this model is not supported yet" in capsys.readouterr().err
+    assert "error: RUN|MODEL model: GGUF of this model is not supported yet" in capsys.readouterr().err
     assert cli.main(["export", "model", "--private"]) == 2
     assert cli.main(["export", "model", "--step", "3"]) == 2
     assert "--step 3 requires a run: model is a model directory" in capsys.readouterr().err

@@ -34,9 +34,13 @@ PRE_TOKENIZERS = (("\\p{N}{1,3}", "llama-bpe"), ("]?\\p{L}+|\\p{N}| ?", "qwen2")
 Progress = Callable[[str], None]
 
 
-def convert(hf_checkpoint: str | Path, output: str | Path, *, progress: Progress = lambda text: None) -> Path:
+def convert(
+    hf_checkpoint: str | Path, output: str | Path, *,
+    progress: Progress = lambda text: None, argument: str = "--hf-checkpoint",
+) -> Path:  # fmt: skip
     """Writes the file `output`, which appears complete or not at all; returns it. The weights are in memory meanwhile.
 
+    argument: the argument of a command that errors about the model name.
     Raises MissingFile, InvalidFile, NotAvailable for another architecture, tokenizer or scaling of positions,
     InvalidSetting for an `output` that is something else than a GGUF file, OutOfSpace.
     """
@@ -45,8 +49,8 @@ def convert(hf_checkpoint: str | Path, output: str | Path, *, progress: Progress
     if not target.parent.is_dir():
         raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(target))
     if not source.is_dir():
-        raise no_directory(source, "--hf-checkpoint")
-    with errors_name("--hf-checkpoint"):
+        raise no_directory(source, argument)
+    with errors_name(argument):
         config = read_config(source)
         architecture, rotates_pairs = _architecture(config)
         tokenizer = _tokenizer(source)

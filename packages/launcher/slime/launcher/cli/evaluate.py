@@ -15,8 +15,10 @@ import yaml
 
 from slime.launcher.cli.recorded_run import RecordedRun, is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
+from slime.launcher.hub.names import dataset_name, model_name
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
-from slime.types.files import whole_file, write_whole
+from slime.types.files import check_readable, whole_file, write_whole
+from slime.types.prompt_files.slices import split_slice
 from slime.types.setting_values import named_path
 
 DIRECTORY = Path("evaluations")
@@ -82,13 +84,15 @@ def evaluate(argv: list[str]) -> int:
         raise InvalidSetting.conflict(f"DATA {data}", min(named), "both name what to evaluate on")
     run = read_run(Path(model)) if is_run(Path(model)) else None
     if run is None:
-        from slime.launcher.hub.names import model_name
-
         found = (Path(model) / "config.json").is_file() if Path(model).exists() else model_name(model) is not None
         if not found:
             raise no_run_or_model(Path(model))
     if run is None and data is None and not named:
         raise InvalidSetting.required("DATA", "a model alone has no evaluation sets")
+    if data is not None:
+        path, _ = split_slice(data, "DATA")
+        if dataset_name(path) is None:
+            check_readable(path, "DATA")
 
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     output = options.output_dir or DIRECTORY / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"

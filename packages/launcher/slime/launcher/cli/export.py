@@ -89,7 +89,7 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
         if not (source / "config.json").is_file():
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
             source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
-        return hf_to_gguf.convert(source, output)
+        return hf_to_gguf.convert(source, output, argument=f"RUN|MODEL {run}")
 
 
 def name_of(path: Path, step: int | None = None) -> str:
