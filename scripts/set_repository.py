@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of a link in Markdown, the target; fenced blocks are left alone.
+# The target of a link in Markdown; fenced blocks match too, without a target, and are left alone.
 LINK = re.compile(r"^```.*?^```$|\]\((?!https?://|mailto:|#)([^)\s]+)\)", re.M | re.S)
 
 
@@ -55,4 +55,4 @@ def main(repository: str, ref: str, root: Path = ROOT) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2])
