@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from slime.converters.convert.fp8 import SCALE_SUFFIX, grid
+from slime.converters.convert.quantization_config import block_size, quantization_of
 from slime.converters.families.mapping import Parameter
 from slime.converters.files import rectangles
 from slime.converters.files.dtypes import DTYPES
@@ -23,7 +25,6 @@ from slime.converters.files.safetensors_dir import SafetensorsDir, TensorInfo
 from slime.types.errors import InvalidFile, NotAvailable, NotFound
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SCALE_SUFFIX = "_scale_inv"
 SHOWN = 10
 
 
@@ -44,17 +45,17 @@ class HfSource:
         self._descriptors: dict[Path, int] = {}
 
     def _block_size(self, config: Mapping[str, Any]) -> tuple[int, int] | None:
-        quantization = config.get("quantization_config")
-        if not quantization:
+        quantization = quantization_of(config)
+        if quantization is None:
             return None
-        method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-        sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-        if method != "fp8" or not sizes:
+        block = block_size(quantization)
+        if block is None:
+            method, size = quantization.get("quant_method"), quantization.get("weight_block_size")
             raise NotAvailable.unavailable(
-                f"quantization_config with quant_method {method!r} and weight_block_size {block!r}",
+                f"quantization_config with quant_method {method!r} and weight_block_size {size!r}",
                 f"{self.path}/config.json has it; weights in blocks of fp8 and plain ones are read",
             )
-        return block[0], block[1]
+        return block
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -122,7 +123,7 @@ class HfSource:
         scale = self.weights.tensors.get(name + SCALE_SUFFIX)
         if scale is None or self.block is None or len(info.shape) != 2:
             return False
-        return scale.shape == tuple(-(-size // step) for size, step in zip(info.shape, self.block, strict=True))
+        return scale.shape == grid(info.shape, self.block)
 
     def read(self, name: str, index: Index, out: torch.Tensor) -> None:
         """Reads: `out[:] = tensor[index]` in the dtype of `out`. Raises NotFound, InvalidFile."""
