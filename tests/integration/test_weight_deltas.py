@@ -13,11 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.converters.convert.quantized import form_of
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
 from slime.types.errors import EngineError, NotAvailable, OutOfSpace
-from weight_delta_engines import SGLangStandIn, change, on_disk, post, sender, stand_in, version_of, write_model
+from weight_delta_engines import (
+    SGLangStandIn,
+    change,
+    on_disk,
+    post,
+    sender,
+    stand_in,
+    version_of,
+    write_fp8_model,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +180,24 @@ def test_sglang_loads_a_checkpoint_on_its_host_that_deltas_bring_up_to_date(
     assert "perf/update_weights_changed" not in updates.metrics
     updates.close()
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_deltas_bring_a_checkpoint_in_fp8_up_to_date(sglang: SGLangStandIn, tmp_path: Path) -> None:
+    model = write_fp8_model(tmp_path / "model")
+    values = on_disk(tmp_path, update_weight_local_checkpoint_dir=str(tmp_path / "local"))
+    updates, backend = sender(sglang, model, **values)
+    form = form_of(model)
+    assert form is not None
+    for version in range(1, 4):
+        change(backend, version)
+        updates.push(version)
+        assert updates.metrics["perf/update_weights_whole_engines"] == (version == 1)
+        wanted = dict(form.quantized((name, tensor.detach()) for name, tensor in backend.named_weights()))
+        assert sglang.version == str(version) and sglang.held.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            held = sglang.held[name]
+            assert held.dtype == tensor.dtype and torch.equal(held.view(torch.uint8), tensor.view(torch.uint8)), name
+    updates.close()
 
 
 def test_sglang_needs_a_directory_on_its_host_and_a_shared_one(

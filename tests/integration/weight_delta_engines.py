@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slime.converters.convert import fp8
 from slime.rollout.engines.registry import KINDS
 from slime.trainer.backends.build import build_backend
 from slime.trainer.process.collective import Ranks
@@ -43,6 +44,22 @@ def write_model(directory: Path) -> str:
     Qwen3ForCausalLM(Qwen3Config(**CONFIG)).save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(32)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", eos_token="1").save_pretrained(directory)
+    return str(directory)
+
+
+def write_fp8_model(directory: Path) -> str:
+    """Writes the model with its projections in FP8 in blocks; returns the directory."""
+    write_model(directory)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if "_proj" in name:
+            stored[name], stored[f"{name}_scale_inv"] = fp8.quantize(tensor, (24, 20))
+        else:
+            stored[name] = tensor
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [24, 20]}
+    (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
 
 

@@ -14,15 +14,23 @@ import io
 import json
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
+from collections.abc import Sequence
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from slime.types.clients import Engine
 
 ALLOWED = (
     "builtins.",
@@ -36,6 +44,7 @@ ALLOWED = (
     "torch.",
 )
 TIMEOUT = timedelta(seconds=20)
+TRANSPORTS = {"embedded": ("tensor", "disk"), "sglang": ("ipc", "nccl", "disk")}
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -88,6 +97,8 @@ class Fake:
             "/destroy_weights_update_group": self.destroy,
             "/update_weights_from_distributed": self.receive,
             "/update_weights_from_tensor": self.open,
+            "/update_weights_from_disk": self.read,
+            "/weights_checker": self.check,
         }[path](body)
 
     def init(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -132,6 +143,19 @@ class Fake:
         self.held |= loaded[0]
         return self.done(body)
 
+    def read(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        for file in Path(body["model_path"]).glob("*.safetensors"):
+            for name, tensor in load_file(file).items():
+                self.load(name, tensor)
+        return self.done(body)
+
+    def check(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["action"] == "reset_tensors":
+            self.held = dict.fromkeys(self.held, "random")
+            return 200, {"success": True}
+        places = {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0}
+        return 200, {"success": True, "ranks": [{"checksums": self.held, "parallelism_info": places}]}
+
     def load(self, name: str, tensor: torch.Tensor) -> None:
         self.held[name] = digest(tensor)
 
@@ -166,6 +190,50 @@ def serve(fake: Fake) -> ThreadingHTTPServer:
             pass
 
     return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+
+class FakeEngine:
+    """A process of this script."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, fault], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+
+    def describe(self, name: str, tp_size: int = 1) -> "Engine":
+        # The process itself has no path to slime.
+        from slime.types.clients import Engine
+
+        return Engine(name, self.url, "sglang", True, 0, tp_size, weight_transports=TRANSPORTS["sglang"])
+
+    def told(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url, timeout=60) as answer:
+            return json.load(answer)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=120)
+
+
+class StandInRollout:
+    def __init__(self, engines: "list[Engine]") -> None:
+        self.engines = engines
+        self.calls: list[str] = []
+
+    def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> "list[Engine]":
+        self.calls.append(f"begin {weight_version}")
+        return self.engines
+
+    def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
+        self.calls.append("onload")
+
+    def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
+        self.calls.append(f"commit {weight_version}")
+
+    def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
+        self.calls.append(f"abort {weight_version}: {reason}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from slime.types import Sample
 from slime.types.sample.summary import SampleSummary
 
 VOCAB = 32
+# Block size of FP8 models: no matrix has a multiple of both for its rows and columns.
+BLOCK = (24, 20)
 
 # A turn: (tokens, 1 where the model wrote them).
 Turn = tuple[Sequence[int], int]
@@ -41,6 +43,48 @@ def write_model(path: Path, seed: int = 0, tied: bool = False, layers: int = 2, 
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
     return str(path)
+
+
+def write_fp8_model(path: Path, block: tuple[int, int] = BLOCK, scale_fmt: str | None = None, experts: int = 0) -> Path:
+    """A Qwen3 whose projections are FP8 in blocks, and everything else bfloat16."""
+    from safetensors.torch import save_file
+
+    from slime.converters.convert import fp8
+    from slime.converters.files.safetensors_dir import SafetensorsDir
+
+    weights = dict(SafetensorsDir(write_model(path, experts=experts)))
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        if "_proj" in name:
+            pair = fp8.quantize(tensor.bfloat16(), block, power_of_two=scale_fmt == "ue8m0")
+            stored[name], stored[f"{name}_scale_inv"] = pair
+        else:
+            stored[name] = tensor.bfloat16()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    quantization: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
+    quantization |= {"activation_scheme": "dynamic"} | ({"scale_fmt": scale_fmt} if scale_fmt else {})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def dequantized(tensors: dict[str, torch.Tensor], block: tuple[int, int] = BLOCK) -> dict[str, torch.Tensor]:
+    """Returns the weights that tensors of a checkpoint stand for, in float64."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        found[name] = tensor.double()
+        if (factors := tensors.get(f"{name}_scale_inv")) is not None:
+            found[name] *= spread(factors, tensor, block)
+    return found
+
+
+def spread(factors: torch.Tensor, tensor: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
+    """Returns the factor of each element of `tensor`, in float64."""
+    by_element = factors.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return by_element[: tensor.shape[0], : tensor.shape[1]]
 
 
 _DECODER: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Run by test_trainer_weight_transports: `trainer_weight_ranks.py RANK WORLD_SIZE DIR MODELS`; MODELS/engine.json names
-an engine of two tensor-parallel ranks on the GPUs of both."""
+"""Run by test_trainer_weight_transports: `trainer_weight_ranks.py RANK WORLD_SIZE DIR MODELS`; MODELS has
+models, dense and fp8, and beside each the description of an engine over both ranks' GPUs: dense.json, fp8.json."""
 
 import json
 import os
@@ -37,14 +37,16 @@ class OneEngine:
         self.calls.append("abort")
 
 
-def update(ranks: Ranks, models: Path, version: int, megatron: dict[str, Any] | None) -> dict[str, Any]:
+def update(
+    ranks: Ranks, models: Path, version: int, megatron: dict[str, Any] | None, model: str = "dense"
+) -> dict[str, Any]:
     settings = make_settings(
-        str(models / "dense"), colocate=True, update_weight_buffer_size=6_000, update_weight_dtype="bfloat16",
+        str(models / model), colocate=True, update_weight_buffer_size=6_000, update_weight_dtype="bfloat16",
         train_backend="megatron" if megatron else "fsdp",
     )  # fmt: skip
     backend = Runner(settings, ranks, megatron=megatron).backend
-    rollout = OneEngine(Engine(**json.loads((models / "engine.json").read_text())))
-    updates = WeightSender(settings, ranks, backend, rollout, models / "dense")
+    rollout = OneEngine(Engine(**json.loads((models / f"{model}.json").read_text())))
+    updates = WeightSender(settings, ranks, backend, rollout, models / model)
     try:
         sent, error = updates.push(version), ""
     except SlimeError as failure:
@@ -61,8 +63,16 @@ def megatron(ranks: Ranks, models: Path) -> dict[str, Any]:
     return update(ranks, models, 6, {"tensor_model_parallel_size": 2})
 
 
+def fsdp_fp8(ranks: Ranks, models: Path) -> dict[str, Any]:
+    return update(ranks, models, 3, None, "fp8")
+
+
+def megatron_fp8(ranks: Ranks, models: Path) -> dict[str, Any]:
+    return update(ranks, models, 4, {"tensor_model_parallel_size": 2}, "fp8")
+
+
 if __name__ == "__main__":
     # The manager of shared memory keeps what it inherits open for as long as the engine maps something.
     os.dup2(os.open(Path(sys.argv[3]) / f"stderr-{sys.argv[1]}.txt", os.O_WRONLY | os.O_CREAT), 2)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    run_cases({"fsdp": fsdp, "megatron": megatron})
+    run_cases({case.__name__: case for case in (fsdp_fp8, megatron_fp8, fsdp, megatron)})

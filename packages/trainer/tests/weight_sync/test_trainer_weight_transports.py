@@ -2,71 +2,24 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import trainer_fake_sglang
-from trainer_fake_sglang import digest
+from trainer_fake_sglang import TRANSPORTS, FakeEngine, StandInRollout, digest
 from trainer_processes import results_of
-from trainer_tiny import Runner, alone, make_settings, write_model
+from trainer_tiny import Runner, alone, make_settings, write_fp8_model, write_model
 
+from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.weight_sync import nccl
 from slime.trainer.weight_sync.sender import WeightSender, transport_for
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidSetting, NotAvailable, SlimeError
 
-SCRIPT = trainer_fake_sglang.__file__
 BUCKET = 6_000
-
-TRANSPORTS = {"embedded": ("tensor", "disk"), "sglang": ("ipc", "nccl", "disk")}
-
-
-class FakeEngine:
-    """A process of `trainer_fake_sglang`."""
-
-    def __init__(self, fault: str = "") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, fault], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
-
-    def describe(self, name: str, tp_size: int = 1) -> Engine:
-        return Engine(name, self.url, "sglang", True, 0, tp_size, weight_transports=TRANSPORTS["sglang"])
-
-    def told(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.url, timeout=60) as answer:
-            return json.load(answer)
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=120)
-
-
-class StandInRollout:
-    def __init__(self, engines: list[Engine]) -> None:
-        self.engines = engines
-        self.calls: list[str] = []
-
-    def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
-        self.calls.append(f"begin {weight_version}")
-        return self.engines
-
-    def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
-        self.calls.append("onload")
-
-    def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
-        self.calls.append(f"commit {weight_version}")
-
-    def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
-        self.calls.append(f"abort {weight_version}: {reason}")
 
 
 Start = Callable[..., FakeEngine]
@@ -231,19 +184,28 @@ def test_after_a_failure_the_next_update_works(model: str, start: Start):
 
 
 def test_every_rank_shares_the_bucket_on_its_own_gpu(start: Start, tmp_path: Path):
-    """Two ranks, an engine over both: FSDP and tensor-parallel Megatron give the weights of one rank."""
-    fake = start()
-    model = write_model(tmp_path / "models" / "dense")
-    (tmp_path / "models" / "engine.json").write_text(json.dumps(dataclasses.asdict(fake.describe("engine-0", 2))))
+    """Two ranks, an engine over both: FSDP and tensor-parallel Megatron give the weights of one rank, in FP8 too."""
+    models = {
+        "dense": Path(write_model(tmp_path / "models" / "dense")),
+        "fp8": write_fp8_model(tmp_path / "models/fp8"),
+    }
+    fakes = {name: start() for name in models}
+    for name, fake in fakes.items():
+        (tmp_path / "models" / f"{name}.json").write_text(json.dumps(dataclasses.asdict(fake.describe("engine-0", 2))))
     (tmp_path / "run").mkdir()
     results = results_of("trainer_weight_ranks.py", 2, tmp_path / "run", tmp_path / "models")
-    runner = Runner(make_settings(model))
-    for case in ("fsdp", "megatron"):
+    runner = Runner(make_settings(str(models["dense"])))
+    published = dict(SafetensorsDir(models["fp8"]))
+    sizes = {"dense": 2 * runner.backend.num_parameters, "fp8": sum(tensor.nbytes for tensor in published.values())}
+    for case in ("fsdp", "megatron", "fsdp_fp8", "megatron_fp8"):
         first, second = results[case]
-        assert first == {"sent": 2 * runner.backend.num_parameters, "error": "", "calls": ["begin", "onload", "commit"]}
+        size = sizes["fp8" if case.endswith("fp8") else "dense"]
+        assert first == {"sent": size, "error": "", "calls": ["begin", "onload", "commit"]}
         assert second == {**first, "calls": []}
-    told = fake.told()
+    told = fakes["dense"].told()
     assert (told["version"], told["held"]) == ("6", expected(runner, torch.bfloat16))
+    told = fakes["fp8"].told()
+    assert (told["version"], told["held"]) == ("4", {name: digest(tensor) for name, tensor in published.items()})
 
 
 def test_an_engine_over_more_gpus_than_the_trainer_has(model: str, start: Start):

@@ -244,6 +244,15 @@ def write_model(
     return size
 
 
+def write_as_given(path: Path, weights: NamedTensors, num_bytes: int, source: Path) -> int:
+    """Writes a Hugging Face directory of tensors as they are, with the config of `source`; returns `num_bytes`, those
+    of the tensors. Raises as `save_checkpoint` does."""
+    with whole_directory(path, WRITER, need_bytes=num_bytes) as directory:
+        copy_side_files(source, directory)
+        write(directory, weights)
+    return num_bytes
+
+
 def _of_source(source: Path, names: list[str]) -> NamedTensors:
     if not names:
         return

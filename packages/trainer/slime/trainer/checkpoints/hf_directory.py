@@ -21,11 +21,14 @@ SIDE_FILES = (
 )  # fmt: skip
 
 
-def copy_side_files(source: Path, target: Path, dtype: str) -> None:
-    """Copies config, tokenizer and chat template; the config names the `dtype` of the written weights."""
+def copy_side_files(source: Path, target: Path, dtype: str | None = None) -> None:
+    """Copies config, tokenizer and chat template; the config names the `dtype` of the written weights, without which
+    they are as the config says."""
     for name in SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    if dtype is None:
+        return
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)

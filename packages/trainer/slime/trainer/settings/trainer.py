@@ -156,6 +156,12 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
         "Data type of pushed weights; auto: bfloat16 if the trainer computes in it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    update_weight_quantization: str = setting(
+        "auto",
+        "Quantization of pushed weights; auto: FP8 in blocks of those weights that --hf-checkpoint holds in it; none: "
+        "no weight, for engines whose config.json is another one",
+        choices=("auto", "none"),
+    )
     update_weight_disk_dir: str | None = setting(
         None,
         "Directory, shared with the engines, for --update-weight-transport disk and --check-weight-update-equal",

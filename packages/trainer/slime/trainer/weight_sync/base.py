@@ -56,21 +56,29 @@ class WeightTransport(abc.ABC):
 
 
 def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Yields (bucket, whether it is the last). A bucket is tensors of one dtype by name, at most `max_bytes` together;
-    a larger tensor has a bucket of its own.
+    """Yields (bucket, whether it is the last). A bucket is tensors by name, at most `max_bytes` together; a larger
+    tensor has a bucket of its own. Tensors with wider elements come first: in `flatten`, each then begins at a multiple
+    of the bytes of an element, where it can be viewed.
 
     A caller that clears a bucket frees its tensors: nothing here refers to them any more.
     """
     bucket: dict[str, Tensor] = {}
-    size, dtype = 0, None
+    size = 0
     for name, tensor in weights:
-        if bucket and (size + tensor.nbytes > max_bytes or tensor.dtype != dtype):
+        if bucket and size + tensor.nbytes > max_bytes:
+            _widest_first(bucket)
             yield bucket, False
             bucket, size = {}, 0
         bucket[name] = tensor
-        size, dtype = size + tensor.nbytes, tensor.dtype
+        size += tensor.nbytes
         del tensor
+    _widest_first(bucket)
     yield bucket, True
+
+
+def _widest_first(bucket: dict[str, Tensor]) -> None:
+    for name in sorted(bucket, key=lambda name: -bucket[name].itemsize):
+        bucket[name] = bucket.pop(name)
 
 
 def describe(number: int, bucket: Mapping[str, Tensor], version: int) -> str:

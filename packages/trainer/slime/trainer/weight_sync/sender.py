@@ -1,4 +1,8 @@
-"""Sends weights to the engines, update after update: chooses the transport, feeds it, and compares the result."""
+"""Sends weights to the engines, update after update: chooses the transport, feeds it, and compares the result.
+
+Weights that engines hold quantized are quantized before they come to a transport, so that buckets, files and deltas
+have the bytes that engines hold.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slime.converters.convert.quantized import QuantizedForm, form_of
 from slime.trainer.backends.base import Backend
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.checkpoints.hf_directory import as_dtype
@@ -37,7 +42,8 @@ class WeightSender:
     source: directory of the config and tokenizer files for models that are written. args: the namespace that plug-ins
     receive; the trainer's settings without it.
 
-    Raises NotAvailable where a package that deltas need is not installed, PluginError.
+    Raises NotAvailable where a package that deltas need is not installed, and for a quantization of --hf-checkpoint in
+    which weights cannot be sent; PluginError, MissingFile, InvalidFile.
     """
 
     def __init__(
@@ -64,6 +70,11 @@ class WeightSender:
             given = flat_args(settings) if args is None else args
             self._after_write = lambda path, engines: hook(given, str(path), list(engines))
         self._dtype = getattr(torch, settings.wire_dtype)
+        self._form: QuantizedForm | None = None
+        if settings.update_weight_quantization == "auto":
+            self._form = form_of(settings.hf_checkpoint)
+        if self._form is not None and backend.device.type == "cuda":
+            refuse_other_layouts(torch.cuda.get_device_capability(backend.device))
         # Kept from update to update, with the connections and buffers that they have built up.
         self._transports: dict[str, WeightTransport] = {}
         self._check: EqualityCheck | None = None
@@ -86,16 +97,24 @@ class WeightSender:
         transport = self._transports[name]
         if transport.on_every_rank:
             weights = self._backend.named_weights(dtype=self._dtype, everywhere=True)
-            stream = as_dtype(weights, self._dtype, on_device=transport.on_device)
-            sent = transport.send(engines, version, stream, in_place=self._backend.weights_stay(self._dtype))
+            stream = self._in_form(weights, on_device=transport.on_device)
+            in_place = self._form is None and self._backend.weights_stay(self._dtype)
+            sent = transport.send(engines, version, stream, in_place=in_place)
         else:
             weights = self._backend.named_weights(dtype=self._dtype)
-            stream = as_dtype(weights, self._dtype, on_device=transport.on_device)
+            stream = self._in_form(weights, on_device=transport.on_device)
             sent = self._ranks.on_first(lambda: transport.send(engines, version, stream), weights) or 0
         self.metrics = transport.metrics
         if self._settings.check_weight_update_equal:
             self._compare(engines, version)
         return sent
+
+    def _in_form(self, weights: Weights, *, on_device: bool = False) -> Weights:
+        """Yields the tensors as engines hold them; on the CPU unless `on_device`. They are quantized where they are."""
+        if self._form is None:
+            return as_dtype(weights, self._dtype, on_device=on_device)
+        stream = self._form.quantized(as_dtype(weights, self._dtype, on_device=True))
+        return stream if on_device else ((name, tensor.cpu()) for name, tensor in stream)
 
     def _compare(self, engines: Sequence[Engine], version: int) -> None:
         s = self._settings
@@ -103,7 +122,7 @@ class WeightSender:
             self._check = EqualityCheck(s.update_weight_disk_dir, self._write, s.update_weight_timeout_seconds)
         check = self._check
         weights = self._backend.named_weights(dtype=self._dtype)
-        self._ranks.on_first(lambda: check.run(engines, version, as_dtype(weights, self._dtype)), weights)
+        self._ranks.on_first(lambda: check.run(engines, version, self._in_form(weights)), weights)
 
     def _make(self, name: str) -> WeightTransport:
         s = self._settings
@@ -131,13 +150,31 @@ class WeightSender:
         return TensorTransport(size, timeout)
 
     def _write(self, path: Path, weights: Weights) -> int:
-        return checkpoint.write_model(path, weights, self._backend.weight_sizes(), self._dtype, self._source)
+        """Writes the tensors of `_in_form`."""
+        sizes = self._backend.weight_sizes()
+        if self._form is None:
+            return checkpoint.write_model(path, weights, sizes, self._dtype, self._source)
+        num_bytes = self._form.num_bytes(sizes, self._dtype)
+        return checkpoint.write_as_given(path, weights, num_bytes, Path(self._settings.hf_checkpoint))
 
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
         if self._check is not None:
             self._check.close()
+
+
+def refuse_other_layouts(capability: tuple[int, int]) -> None:
+    """Raises NotAvailable for GPUs on which SGLang changes the layout of FP8 weights when it loads a model.
+
+    It packs their factors for DeepGEMM on Blackwell, and the weights for Marlin on what is older than Ada.
+    """
+    if not (8, 9) <= capability < (10, 0):
+        raise NotAvailable.unavailable(
+            f"a weight update in FP8 to GPUs of compute capability {capability[0]}.{capability[1]}",
+            "SGLang changes the layout of FP8 there when it loads a model, and cannot load weights in FP8 again",
+            "the directory of the model in bfloat16",
+        )
 
 
 def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slime.converters.convert.hf_source import HfSource
+from slime.converters.convert.quantization_config import block_size, quantization_of
 from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
@@ -43,10 +45,14 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
             raise NotAvailable.unavailable(f"layer_types {kind}", "these layers cannot handle packed rows").at(flag)
     try:
         model_class = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
-        model = model_class.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True,
-            ignore_mismatched_sizes=other_head,
-        )  # fmt: skip
+        how: dict[str, Any] = {
+            "config": config, "dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True,
+            "ignore_mismatched_sizes": other_head,
+        }  # fmt: skip
+        if block_size(quantization_of(config.to_dict()) or {}) is None:
+            model = model_class.from_pretrained(path, **how)
+        else:
+            model = _load_dequantized(model_class, path, **how)
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
@@ -58,6 +64,24 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     if model_class is AutoModelForImageTextToText:
         accept_images(model)
     return model.eval()
+
+
+def _load_dequantized(model_class: Any, path: str, *, config: Any, **how: Any) -> nn.Module:
+    """Loads a model in FP8 as a plain one, with the weights that a Megatron model has from the same directory.
+
+    transformers would keep the weights in FP8 where the GPU can, and they would not train.
+    """
+    source = HfSource(path, config.to_dict())
+    try:
+        tensors = {name: source.load(name) for name in source.tensors}
+    finally:
+        source.close()
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    with torch.device("meta"):
+        kind = type(model_class.from_config(config))
+    return kind.from_pretrained(None, config=config, state_dict=tensors, **how)
 
 
 def check_vocabulary(config: Any, tokens: int, flag: str, path: str) -> None:

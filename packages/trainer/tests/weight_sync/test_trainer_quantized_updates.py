@@ -1,0 +1,199 @@
+"""Weight updates to engines that hold FP8: they get the tensors of the checkpoint, made of the trainer's weights."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_fake_sglang import FakeEngine, StandInRollout, digest
+from trainer_tiny import BLOCK, Runner, alone, dequantized, make_settings, spread, write_fp8_model
+
+from slime.converters.convert.quantized import form_of
+from slime.trainer.weight_sync.base import buckets, flatten
+from slime.trainer.weight_sync.sender import WeightSender, refuse_other_layouts
+from slime.trainer.weight_sync.snapshot import Snapshot
+from slime.types.errors import NotAvailable
+from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, write_buckets
+
+BACKENDS: dict[str, dict[str, Any] | None] = {"fsdp": None, "megatron": {}}
+
+
+@pytest.fixture(autouse=True)
+def shared_files() -> Iterator[None]:
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture(scope="module")
+def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fp8_model(tmp_path_factory.mktemp("fp8"))
+
+
+Updates = Callable[..., tuple[WeightSender, Runner]]
+
+
+@pytest.fixture
+def updates_of(engine: FakeEngine) -> Iterator[Updates]:
+    opened: list[WeightSender] = []
+
+    def make(model: Path, backend: str = "fsdp", **values: Any) -> tuple[WeightSender, Runner]:
+        values = {"update_weight_dtype": "bfloat16", "update_weight_timeout_seconds": 20.0} | values
+        settings = make_settings(str(model), train_backend=backend, update_weight_buffer_size=6_000, **values)
+        runner = Runner(settings, megatron=BACKENDS[backend])
+        rollout = StandInRollout([engine.describe("engine-0")])
+        opened.append(WeightSender(settings, alone(), runner.backend, rollout, model))
+        return opened[-1], runner
+
+    yield make
+    for updates in opened:
+        updates.close()
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def quantized(model: Path, runner: Runner) -> dict[str, torch.Tensor]:
+    form = form_of(model)
+    assert form is not None
+    return dict(form.quantized((name, tensor.bfloat16()) for name, tensor in runner.weights().items()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_directory_is_the_checkpoint_and_then_the_trained_weights(
+    tmp_path: Path, engine: FakeEngine, updates_of: Updates, backend: str, experts: int
+) -> None:
+    model = write_fp8_model(tmp_path / "model", experts=experts)
+    shared = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "shared")}
+    updates, runner = updates_of(model, backend, **shared, update_weight_disk_keep_files=True)
+    published = tensors_of(model)
+    # Before any training the engine gets what it has, bit for bit.
+    assert updates.push(1) == sum(tensor.nbytes for tensor in published.values())
+    assert engine.told()["held"] == digests(published)
+
+    runner.run()
+    updates.push(2)
+    (directory,) = (tmp_path / "shared").rglob("weight_v000002")
+    assert json.loads((directory / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+    sent, trained = tensors_of(directory), runner.weights()
+    assert {n: (t.dtype, t.shape) for n, t in sent.items()} == {n: (t.dtype, t.shape) for n, t in published.items()}
+    assert engine.told()["held"] == digests(sent) != digests(published)
+    for name, values in dequantized(sent).items():
+        exact = trained[name].bfloat16().double()
+        bound = torch.zeros(())
+        if f"{name}_scale_inv" in sent:
+            factor = spread(sent[f"{name}_scale_inv"], exact)
+            bound = torch.maximum(exact.abs() / 2**4, factor / 2**10) * (1 + 1e-6)
+        assert bool(((values - exact).abs() <= bound).all()), name
+
+
+@pytest.mark.parametrize("colocate", [True, False], ids=["ipc", "nccl"])
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_buckets_hold_what_the_checkpoint_holds(
+    tmp_path: Path, engine: FakeEngine, updates_of: Updates, colocate: bool, scale_fmt: str | None
+) -> None:
+    model = write_fp8_model(tmp_path / "model", scale_fmt=scale_fmt)
+    # With bf16, the tensors are parts of memory that stays, from which nothing may be sent as it is.
+    updates, runner = updates_of(model, colocate=colocate, bf16=colocate)
+    updates.push(1)
+    runner.run()
+    expected = quantized(model, runner)
+    assert updates.push(2) == sum(tensor.nbytes for tensor in expected.values())
+    told = engine.told()
+    assert (told["version"], told["held"]) == ("2", digests(expected))
+    sent = [body for path, body in told["calls"] if path.startswith("/update_weights_from")]
+    # Not one bucket for each weight, each factor and each norm in turn.
+    assert len(sent) < len(expected)
+
+
+def test_every_tensor_of_a_bucket_can_be_viewed_in_its_bytes() -> None:
+    dtypes = (torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64)
+    weights = {f"w{i}": torch.arange(7).to(dtype) for i, dtype in enumerate(dtypes)}
+    ((bucket, last),) = buckets(iter(weights.items()), max_bytes=1 << 10)
+    assert last and list(bucket) == ["w4", "w1", "w2", "w0", "w3"]
+    names, flat, start = list(bucket), flatten(bucket), 0
+    for name in names:
+        size = weights[name].nbytes
+        assert digest(flat[start : start + size].view(weights[name].dtype)) == digest(weights[name])
+        start += size
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_deltas_are_of_the_quantized_tensors(fp8_model: Path, encoding: str) -> None:
+    runner = Runner(make_settings(str(fp8_model)))
+    held = Snapshot()
+    before = quantized(fp8_model, runner)
+    held.take(1, iter(before.items()))
+    runner.run()
+    after = quantized(fp8_model, runner)
+    about = VersionDelta(2, 1, "a", encoding, "xxh3-128")
+    found = dict(before)
+    for bucket, _ in write_buckets(about, held.deltas(about, iter(after.items())), 6_000):
+        for delta in read_bucket(bucket)[1]:
+            old = before[delta.name].reshape(-1).view(torch.uint8).numpy()
+            new = torch.from_numpy(apply_tensor(about, delta, old).copy())
+            found[delta.name] = new.view(getattr(torch, delta.dtype)).reshape(delta.shape)
+    assert 0 < held.changed < held.elements
+    assert digests(found) == digests(after) != digests(before)
+
+
+def test_the_comparison_is_of_the_quantized_tensors(tmp_path: Path, engine: FakeEngine, updates_of: Updates) -> None:
+    model = write_fp8_model(tmp_path / "model")
+    updates, runner = updates_of(model, check_weight_update_equal=True)
+    updates.push(1)
+    calls = [path for path, _ in engine.told()["calls"]]
+    assert calls[-4:] == ["/weights_checker", "/weights_checker", "/update_weights_from_disk", "/weights_checker"]
+    assert engine.told()["held"] == digests(tensors_of(model))
+
+
+def test_engines_with_another_config_get_plain_weights(
+    fp8_model: Path, engine: FakeEngine, updates_of: Updates
+) -> None:
+    updates, runner = updates_of(fp8_model, update_weight_quantization="none")
+    updates.push(1)
+    assert engine.told()["held"] == {n: digest(t.bfloat16()) for n, t in runner.weights().items()}
+
+
+def test_both_backends_read_the_same_weights(fp8_model: Path) -> None:
+    values = dequantized(tensors_of(fp8_model), BLOCK)
+    for backend, megatron in BACKENDS.items():
+        weights = Runner(make_settings(str(fp8_model), train_backend=backend), megatron=megatron).weights()
+        assert weights.keys() == values.keys()
+        assert all(torch.equal(tensor, values[name].bfloat16().float()) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_that_is_quantized_in_another_way_is_refused_at_the_start(model: str, tmp_path: Path) -> None:
+    runner = Runner(make_settings(model))
+    config = json.loads((Path(model) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rollout = StandInRollout([])
+    settings = make_settings(str(tmp_path))
+    with pytest.raises(NotAvailable, match="--hf-checkpoint .* with quantization_config .* not to pack-quantized"):
+        WeightSender(settings, alone(), runner.backend, rollout, tmp_path)
+
+
+def test_gpus_where_sglang_keeps_fp8_in_another_layout_are_refused() -> None:
+    for hopper_and_ada in ((9, 0), (8, 9)):
+        refuse_other_layouts(hopper_and_ada)
+    for number in ("10.0", "12.0", "8.0"):
+        major, minor = map(int, number.split("."))
+        with pytest.raises(NotAvailable, match=f"in FP8 to GPUs of compute capability {number} is not supported yet"):
+            refuse_other_layouts((major, minor))
