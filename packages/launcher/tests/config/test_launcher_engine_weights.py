@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.launcher.config import run_config
+from slime.launcher.config.checks.engine_weights import refuse_quantized
 from slime.rollout.engines.registry import KINDS
 from slime.types.errors import InvalidSetting, NotAvailable
 
@@ -62,26 +64,56 @@ def test_pipeline_stages_are_refused_where_weights_go_from_gpu_to_gpu(tmp_path: 
     assert run_config.parse([*base, *engines, *disk], check=False).rollout.sglang_args["pp_size"] == 2
 
 
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def words_for(directory: Path, config: dict[str, Any]) -> list[str]:
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "prompts.jsonl").write_text('{"input": "1 + 1"}\n')
+    words = ["--hf-checkpoint", str(directory), "--prompt-data", str(directory / "prompts.jsonl")]
+    return [*words, "--num-rollout", "1", "--n-samples-per-prompt", "2"]
+
+
 @pytest.mark.parametrize("inside", [(), ("text_config",)])
-def test_quantized_weights_are_refused_where_updates_would_replace_them(
-    tmp_path: Path, inside: tuple[str, ...]
-) -> None:
-    config: dict = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+def test_weights_in_fp8_are_updated_in_sglang_only(tmp_path: Path, inside: tuple[str, ...]) -> None:
+    config: dict[str, Any] = {"quantization_config": FP8}
     for key in inside:
         config = {key: config}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"input": "1 + 1"}\n')
-    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(prompts), "--num-rollout", "1"]
-    words += ["--n-samples-per-prompt", "2"]
+    words = words_for(tmp_path, config)
+    assert run_config.parse([*words, "--rollout-engine", "sglang"]).trainer.update_weight_quantization == "auto"
+    embedded = [*words, "--rollout-engine", "embedded"]
     with pytest.raises(
-        NotAvailable, match=r"with quantization_config \(fp8\) is not supported yet: .*bfloat16"
+        NotAvailable, match=r"--hf-checkpoint .* and --rollout-engine embedded cannot be used .*quantized \(fp8\)"
     ) as caught:
+        run_config.parse(embedded)
+    assert caught.value.field == "--hf-checkpoint"
+    # A kind that is chosen when the machine is known is refused then.
+    run_config.parse(words)
+    with pytest.raises(NotAvailable, match="--rollout-engine embedded cannot be used"):
+        refuse_quantized(str(tmp_path), KINDS["embedded"])
+    run_config.parse([*embedded, "--debug-rollout-only"])
+    words_for(tmp_path, {})
+    run_config.parse(embedded)
+
+
+@pytest.mark.parametrize("quantization", [INT4, FP8 | {"activation_scheme": "static"}, {"quant_method": "fp8"}])
+def test_another_quantization_is_refused_where_updates_would_replace_it(
+    tmp_path: Path, quantization: dict[str, Any]
+) -> None:
+    words = words_for(tmp_path, {"quantization_config": quantization})
+    told = rf"with quantization_config \({quantization['quant_method']}\) is not supported yet"
+    with pytest.raises(NotAvailable, match=told) as caught:
         run_config.parse(words)
     assert caught.value.field == "--hf-checkpoint"
     run_config.parse([*words, "--debug-rollout-only"])
+    # The engines' weights are not what config.json says.
     plain = '--sglang-json-model-override-args={"quantization_config": null}'
-    run_config.parse([*words, "--rollout-engine", "sglang", plain])
-    (tmp_path / "config.json").write_text("{}")
-    run_config.parse(words)
+    config = run_config.parse([*words, "--rollout-engine", "sglang", plain])
+    assert config.trainer.update_weight_quantization == config.flat["update_weight_quantization"] == "none"
+    with pytest.raises(InvalidSetting, match="--update-weight-quantization none requires --sglang-json-model-override"):
+        run_config.parse([*words, "--rollout-engine", "sglang", "--update-weight-quantization", "none"])
+    other = '--sglang-json-model-override-args={"rope_theta": 1}'
+    with pytest.raises(NotAvailable, match=told):
+        run_config.parse([*words, "--rollout-engine", "sglang", other])

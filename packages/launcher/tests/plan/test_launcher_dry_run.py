@@ -153,6 +153,16 @@ def test_memory_is_held_against_the_gpu(words: list[str], capsys: pytest.Capture
     assert sum("DOES NOT FIT" in line for line in large) == 2
 
 
+def test_engines_hold_a_checkpoint_in_fp8_if_they_can(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    Path(words[1], "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
+    lines = plan(words, "--dry-run-gpus", "2", capsys=capsys)
+    assert any(" = 1 x " in line and line.endswith("(fp8)") for line in lines)
+    # Without a GPU, the embedded engine would be chosen.
+    assert cli.main(["train", *words]) == 2
+    assert "--rollout-engine embedded cannot be used together: its weights are quantized" in capsys.readouterr().err
+
+
 def test_memory_is_held_against_that_of_the_machine(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.converters.megatron.flags import MegatronSettings
 from slime.launcher.config.catalogue import as_typed
+from slime.launcher.config.checks.engine_weights import are_plain
 from slime.launcher.config.checks.loop import FULLY_ASYNC_FUNCTION, imply_debugging
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
@@ -34,6 +35,8 @@ def imply(values: dict[str, Any]) -> None:
         values.setdefault("num_steps_per_rollout", 1)
     if values.get("rollout_function_path") == FULLY_ASYNC_FUNCTION:
         values.setdefault("fully_async", True)
+    if are_plain((values.get("sglang_args") or {}).get("json_model_override_args")):
+        values.setdefault("update_weight_quantization", "none")
     imply_debugging(values)
 
 

@@ -80,6 +80,7 @@ class EngineKind(abc.ABC):
     name: its spelling in `--rollout-engine` and on the wire. title: its name in a sentence.
     weight_transports: the transports of `--update-weight-transport` that it supports, the best one first.
     delta_carriers: the ways in which it receives weight deltas, see `slime.types.weight_deltas.CARRIERS`; empty: none.
+    holds_fp8: whether it holds FP8 weights of a checkpoint as they are, and takes updates of them.
     needs_gpu: whether it runs on GPUs only; the number of other engines is `--rollout-num-engines`.
     spans_nodes: whether one engine can span several nodes.
     server_flags: names of the `--sglang-NAME` flags that it reads, with underscores; None: all.
@@ -96,6 +97,7 @@ class EngineKind(abc.ABC):
     title: ClassVar[str]
     weight_transports: ClassVar[tuple[str, ...]]
     delta_carriers: ClassVar[tuple[str, ...]] = ()
+    holds_fp8: ClassVar[bool] = False
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
     server_flags: ClassVar[frozenset[str] | None] = frozenset()

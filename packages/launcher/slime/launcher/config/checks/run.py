@@ -18,6 +18,7 @@ from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed
+from slime.launcher.config.checks.engine_weights import check_quantization, check_weight_transport
 from slime.launcher.config.checks.loop import check_loop, check_recordings
 from slime.launcher.config.derived import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
@@ -105,8 +106,7 @@ def check_run(args: Mapping[str, Any]) -> None:
         raise _requires(args, "metrics_host", "--metrics-port N")
     check_on_policy(args)
     _check_nuclei(args)
-    _check_pipeline_engines(args)
-    _check_deltas(args)
+    check_weight_transport(args)
     _check_batch(args)
 
 
@@ -217,41 +217,6 @@ def _requires(args: Mapping[str, Any], name: str, needed: str, reason: str = "")
     return InvalidSetting.requires(as_typed(name, args[name]), needed, reason)
 
 
-def _check_pipeline_engines(args: Mapping[str, Any]) -> None:
-    """Refuses GPU-to-GPU weight updates for engines with pipeline stages, since each stage has its own group."""
-    stages, transport = int(args["sglang_args"].get("pp_size") or 1), args["update_weight_transport"]
-    if stages > 1 and transport != "disk":
-        raise InvalidSetting.requires(
-            f"--sglang-pp-size {stages}",
-            "--update-weight-transport disk",
-            "engines with pipeline stages take weights from a directory only",
-        )
-
-
-def _check_deltas(args: Mapping[str, Any]) -> None:
-    """Refuses weight deltas that the engines cannot take; for engines that are chosen later, the trainer does."""
-    if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
-        raise InvalidSetting.conflict(
-            "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",
-            "SGLang is told by a pickle what to load, and only engines that the run has started get one",
-        )  # fmt: skip
-    kind = KINDS.get(args["rollout_engine"])
-    if args["update_weight_mode"] != "delta" or kind is None:
-        return
-    if not kind.delta_carriers:
-        raise NotAvailable.conflict(
-            "--update-weight-mode delta", f"--rollout-engine {kind.name}", f"{kind.title} takes whole weights only"
-        )
-    needed = {}
-    if "tensor" not in kind.delta_carriers:
-        needed["update_weight_transport"] = "--update-weight-transport disk"
-    if "checkpoint" in kind.delta_carriers:
-        needed["update_weight_local_checkpoint_dir"] = "--update-weight-local-checkpoint-dir DIR"
-    for name, flag in needed.items():
-        if args[name] in ("auto", "tensor", None):
-            raise _requires(args, "update_weight_mode", flag, f"{kind.title} loads a checkpoint on its own host")
-
-
 def _check_batch(args: Mapping[str, Any]) -> None:
     prompts, each = args["rollout_batch_size"], args["n_samples_per_prompt"]
     for name in ("global_batch_size", "num_steps_per_rollout"):
@@ -290,7 +255,7 @@ def check_other_files(args: Mapping[str, Any]) -> None:
         if args[name]:
             _check_experts(flag_name(name), args["hf_checkpoint"])
     if not args["debug_train_only"] and not args["debug_rollout_only"]:
-        _refuse_quantized_engines(args["hf_checkpoint"], args["sglang_args"])
+        check_quantization(args)
     if args["multimodal_keys"]:
         _check_processor(args["hf_checkpoint"], args["rollout_engine"])
         for name in ("critic_load", "ref_load", "opd_teacher_load"):
@@ -301,20 +266,6 @@ def check_other_files(args: Mapping[str, Any]) -> None:
     if args["load_forge_rollout_data"] is not None and args["load"] is None:
         _check_recording("--load-forge-rollout-data", args["load_forge_rollout_data"], args.get("start_rollout_id"))
     check_places(args)
-
-
-def _refuse_quantized_engines(hf_checkpoint: str, sglang_args: Mapping[str, Any]) -> None:
-    """Raises NotAvailable for a quantized model whose engines get weight updates, which are not quantized."""
-    config = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
-    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not quantization or "quantization_config" in str(sglang_args.get("json_model_override_args")):
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    raise NotAvailable.unavailable(
-        f"--hf-checkpoint {hf_checkpoint} with quantization_config ({method})",
-        "weight updates bring bfloat16, which engines would put into quantized layers without scaling it",
-        "the directory of the model in bfloat16",
-    )
 
 
 def _check_experts(flag: str, directory: str) -> None:

@@ -27,6 +27,7 @@ class SGLang(EngineKind):
     title = "SGLang"
     weight_transports = ("ipc", "nccl", "disk")
     delta_carriers = ("checkpoint",)
+    holds_fp8 = True
     needs_gpu = True
     spans_nodes = True
     server_flags = None

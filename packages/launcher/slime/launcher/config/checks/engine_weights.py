@@ -1,0 +1,103 @@
+"""Checks that the engines can take the trainer's weights: by their transport, as deltas, and quantized."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.converters.convert.quantization_config import quantization_of, updatable
+from slime.rollout.engines.kind import EngineKind
+from slime.rollout.engines.registry import KINDS
+from slime.types.errors import InvalidSetting, NotAvailable
+
+
+def check_weight_transport(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting or NotAvailable for a transport that the engines do not have; `args` is flat."""
+    _check_pipeline_stages(args)
+    _check_deltas(args)
+
+
+def check_quantization(args: Mapping[str, Any]) -> None:
+    """Raises NotAvailable or InvalidSetting for a quantized model whose engines would get weights in another form.
+
+    args: flat. For an engine that is chosen later, the plan calls `refuse_quantized`.
+    """
+    directory, external = args["hf_checkpoint"], bool(args["rollout_external_engine_addrs"])
+    kind = KINDS.get(args["rollout_engine"])
+    if kind is not None and not external:
+        refuse_quantized(directory, kind)
+    config = _config(directory)
+    if args["update_weight_quantization"] == "auto":
+        updatable(config, f"--hf-checkpoint {directory}")
+        return
+    overrides = args["sglang_args"].get("json_model_override_args")
+    if quantization_of(config) is not None and not external and not are_plain(overrides):
+        raise InvalidSetting.requires(
+            "--update-weight-quantization none",
+            "--sglang-json-model-override-args '{\"quantization_config\": null}'",
+            f"engines would put plain weights into the quantized layers of --hf-checkpoint {directory}",
+        )
+
+
+def refuse_quantized(directory: str, kind: EngineKind) -> None:
+    """Raises NotAvailable if the model in `directory` is quantized and engines of `kind` would not hold it so."""
+    quantization = quantization_of(_config(directory))
+    if quantization is not None and not kind.holds_fp8:
+        raise NotAvailable.conflict(
+            f"--hf-checkpoint {directory}", f"--rollout-engine {kind.name}",
+            f"its weights are quantized ({quantization.get('quant_method')}), and {kind.title} takes updates of plain "
+            "ones only",
+        )  # fmt: skip
+
+
+def are_plain(overrides: Any) -> bool:
+    """Tells whether these overrides of config.json leave the engines' weights unquantized."""
+    try:
+        config = json.loads(overrides or "{}")
+    except (TypeError, ValueError):
+        return False
+    return isinstance(config, dict) and "quantization_config" in config and not config["quantization_config"]
+
+
+def _config(directory: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _check_pipeline_stages(args: Mapping[str, Any]) -> None:
+    """Refuses GPU-to-GPU weight updates for engines with pipeline stages, since each stage has its own group."""
+    stages, transport = int(args["sglang_args"].get("pp_size") or 1), args["update_weight_transport"]
+    if stages > 1 and transport != "disk":
+        raise InvalidSetting.requires(
+            f"--sglang-pp-size {stages}",
+            "--update-weight-transport disk",
+            "engines with pipeline stages take weights from a directory only",
+        )
+
+
+def _check_deltas(args: Mapping[str, Any]) -> None:
+    """Refuses weight deltas that the engines cannot take; for engines that are chosen later, the trainer does."""
+    if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
+        raise InvalidSetting.conflict(
+            "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",
+            "SGLang is told by a pickle what to load, and only engines that the run has started get one",
+        )  # fmt: skip
+    kind = KINDS.get(args["rollout_engine"])
+    if args["update_weight_mode"] != "delta" or kind is None:
+        return
+    if not kind.delta_carriers:
+        raise NotAvailable.conflict(
+            "--update-weight-mode delta", f"--rollout-engine {kind.name}", f"{kind.title} takes whole weights only"
+        )
+    needed = {}
+    if "tensor" not in kind.delta_carriers:
+        needed["update_weight_transport"] = "--update-weight-transport disk"
+    if "checkpoint" in kind.delta_carriers:
+        needed["update_weight_local_checkpoint_dir"] = "--update-weight-local-checkpoint-dir DIR"
+    for name, flag in needed.items():
+        if args[name] in ("auto", "tensor", None):
+            raise InvalidSetting.requires(
+                "--update-weight-mode delta", flag, f"{kind.title} loads a checkpoint on its own host"
+            )
