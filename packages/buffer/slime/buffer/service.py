@@ -155,10 +155,9 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             groups=self.buffer.requeue(_writer(request), worker, unsealed=request.unsealed)
         )
 
-    def SealStep(
-        self, request: buffer_pb2.SealStepRequest, context: grpc.ServicerContext
-    ) -> buffer_pb2.SealStepResponse:
-        summaries = self.buffer.seal(
+    def SealStep(self, request: buffer_pb2.SealStepRequest, context: grpc.ServicerContext) -> bytes:
+        # The summaries were encoded when their groups were completed, and pass through as they are.
+        return self.buffer.seal(
             _writer(request),
             request.step,
             request.num_groups,
@@ -167,7 +166,6 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             wait=request.wait_seconds,
             caller=self._caller(context),
         )
-        return buffer_pb2.SealStepResponse.FromString(summaries)
 
     def StorePlan(self, request: buffer_pb2.StorePlanRequest, context: Any) -> buffer_pb2.StorePlanResponse:
         plan = self.buffer.store_plan(_writer(request), request.step, request.plan_json)

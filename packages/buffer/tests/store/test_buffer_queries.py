@@ -71,3 +71,26 @@ def test_a_reader_of_few_samples_loads_the_groups_that_these_are_in(
         read = [(sample.group_index, sample.index) for sample in client.read_step(0, [12, 4, 2, 11, 3])]
         assert read == [(5, 11), (1, 3), (0, 1), (5, 10), (1, 2)]
         assert sorted(loaded) == [0, 1, 5]
+
+
+def test_sealing_many_groups_takes_as_many_statements_as_sealing_one() -> None:
+    counts = []
+    with (
+        serve(BufferSettings(n_samples_per_prompt=1), RpcSettings()) as service,
+        BufferClient(service.address) as client,
+    ):
+        client.open_run("run")
+        client.add_prompts([f"prompt {number}" for number in range(65)])
+        complete(client, 65)
+        store = service.buffer.store
+        assert isinstance(store, SqliteStore)
+        for step, groups in enumerate((1, 64)):
+            statements: list[str] = []
+            store._connection.set_trace_callback(statements.append)
+            sealed = client.seal_step(step, groups)
+            client.acknowledge_step(step)
+            store._connection.set_trace_callback(None)
+            counts.append(len(statements))
+            assert len(sealed) == groups
+        assert len(list(client.list_groups(["acknowledged"]))) == 65
+    assert counts[1] <= counts[0] + 1

@@ -23,6 +23,9 @@ from slime.types.files import whole_file
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 GROUPS_PER_DIRECTORY = 4096
+NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+# Most parts of one call of writev on Linux.
+IOV_MAX = 1024
 _NAME = re.compile(r"\d{6}/(\d{10,})-[0-9a-f]{8}")
 _PARTIAL = re.compile(_NAME.pattern + r"\.part")
 
@@ -53,20 +56,22 @@ class FilePayloads(Payloads):
 
     def write(self, group_index: int, parts: Sequence[bytes]) -> str:
         name = payload_name(group_index)
-        path = self.directory / name
-        partial = path.with_name(path.name + ".part")
+        path = self._path(name)
+        partial = path + ".part"
         try:
             try:
-                file = open(partial, "wb")
+                descriptor = os.open(partial, NEW, 0o666)
             except FileNotFoundError:  # the first group of its directory
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = open(partial, "wb")
-            with file:
-                file.writelines(parts)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                descriptor = os.open(partial, NEW, 0o666)
+            try:
+                _write(descriptor, parts)
+            finally:
+                os.close(descriptor)
             os.rename(partial, path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            _remove(partial)
+            _remove(path)
             if error.errno in FULL:
                 raise self._out_of_space(f"group {group_index}", sum(map(len, parts)), error) from error
             raise
@@ -75,7 +80,7 @@ class FilePayloads(Payloads):
     def flush(self, names: Collection[str]) -> None:
         if not self.fsync or not names:
             return
-        paths = [self.directory / name for name in names]
+        paths = [Path(self._path(name)) for name in names]
         try:
             # All files before any directory: the disk then has several writes to order.
             for path in (*paths, *sorted({path.parent for path in paths}), self.directory):
@@ -93,16 +98,16 @@ class FilePayloads(Payloads):
         )  # fmt: skip
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        path = self.directory / name
-        parts = []
+        path = self._path(name)
         try:
             # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise DataLoss(f"payload {path} is not a regular file", field="payload", value=name)
-                for offset, length in ranges:
-                    file.seek(offset)
-                    parts.append(file.read(length))
+                parts = [_read(descriptor, offset, length) for offset, length in ranges]
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             raise DataLoss(f"payload {path} is gone", field="payload", value=name) from None
         except OSError as error:
@@ -119,12 +124,12 @@ class FilePayloads(Payloads):
 
     def size(self, name: str) -> int | None:
         try:
-            return (self.directory / name).stat().st_size
+            return os.stat(self._path(name)).st_size
         except OSError:
             return None
 
     def delete(self, name: str) -> None:
-        (self.directory / name).unlink(missing_ok=True)
+        _remove(self._path(name))
 
     def set_aside(self, name: str) -> None:
         target = self._aside / name
@@ -156,6 +161,10 @@ class FilePayloads(Payloads):
         finally:
             os.close(descriptor)
 
+    def _path(self, name: str) -> str:
+        # Text: a Path takes longer to make than the file takes to open.
+        return f"{self.name}/{name}"
+
     def _files(self) -> set[str]:
         paths = (path for path in self.directory.rglob("*") if path.is_symlink() or not path.is_dir())
         return {path.relative_to(self.directory).as_posix() for path in paths}
@@ -179,3 +188,31 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write(descriptor: int, parts: Sequence[bytes]) -> None:
+    """Writes the concatenation of `parts`, without a copy of it."""
+    left: list[bytes | memoryview] = list(parts)
+    while left:
+        written = os.writev(descriptor, left[:IOV_MAX])
+        done = 0
+        while done < len(left) and written >= len(left[done]):
+            written -= len(left[done])
+            done += 1
+        left = left[done:]
+        # A full disk, or a large write, takes a part of what it was given.
+        if written:
+            left[0] = memoryview(left[0])[written:]
+
+
+def _read(descriptor: int, offset: int, length: int) -> bytes:
+    """Reads `length` bytes; fewer where the file ends."""
+    part = os.pread(descriptor, length, offset)
+    while len(part) < length and (more := os.pread(descriptor, length - len(part), offset + len(part))):
+        part += more
+    return part
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -98,7 +98,11 @@ class SqlStore(Store):
             columns["payload_bytes"] = sum(columns["sizes"])
         values = [_column(name, value) for name, value in columns.items()]
         assignments = ", ".join(f"{name} = ?" for name in columns)
-        self._many(f"UPDATE groups SET {assignments} WHERE group_index = ?", [(*values, index) for index in indexes])
+        indexes = list(indexes)
+        if len(indexes) == 1:
+            self._rows(f"UPDATE groups SET {assignments} WHERE group_index = ?", *values, indexes[0])
+        elif indexes:
+            self._rows(f"UPDATE groups SET {assignments} WHERE {self.in_list}", *values, self._list(indexes))
 
     def groups(
         self,
