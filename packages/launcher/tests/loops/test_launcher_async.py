@@ -32,6 +32,7 @@ class Run:
         self.version = first_step
         self.made_with: dict[int, int] = {}
         self.sealed: list[int] = []
+        self.generated: dict[int, dict[str, float]] = {}
 
     def of(self, kind: str) -> list[int]:
         return [number for name, number in self.events if name == kind]
@@ -56,16 +57,17 @@ class Run:
         self.events.append(("generate", rollout_id))
         return {"rollout/raw_reward": float(rollout_id)}
 
-    def seal(self, step: int, generated: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
+    def seal(self, step: int, generated: dict[str, float]) -> list[Any]:
         self.sealed.append(step)
-        return generated, []
+        self.generated[step] = generated
+        return []
 
     def train_step(self, step: int) -> dict[str, float]:
         assert step in self.sealed
         self.events.append(("train", step))
         while self.pending and self.finishes():
             self.finish()
-        return {"train/loss": 0.0}
+        return self.generated.pop(step) | {"train/loss": 0.0}
 
     def update_weights(self, version: int) -> dict[str, float]:
         assert not self.pending, "weights are pushed between generations only"

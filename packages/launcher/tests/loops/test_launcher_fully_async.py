@@ -54,14 +54,15 @@ class Run:
     def join(self, future: Future[Any]) -> Any:
         return future.result() if future.done() else future.function()  # type: ignore[attr-defined]
 
-    def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Any]]:
+    def seal(self, step: int, generated: Metrics) -> list[Any]:
         self.events.append(("seal", step))
-        return dict(generated), []
+        self.sealed = dict(generated)
+        return []
 
     def train_step(self, step: int) -> Metrics:
         self.events.append(("train", step))
         self.note({"perf/engine_wait_time": 1.5 * (step + 1)})
-        return {}
+        return self.sealed
 
     def update_weights(self, version: int) -> Metrics:
         self.events.append(("push", version))

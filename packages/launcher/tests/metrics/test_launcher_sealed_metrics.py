@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.buffer.groups.summaries import encode_summaries
-from slime.launcher.metrics.sealed import sealed_metrics, staleness_metrics
+from slime.launcher.metrics.sealed import MetricsInProgress, sealed_metrics, staleness_metrics, step_metrics
+from slime.launcher.services.supervisor import Supervisor
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.clients.buffer import SealedStep
-from slime.types.clients.buffer_records import summary_from_proto
 from slime.types.codec import sample_to_proto
 from slime.v1 import buffer_pb2
 
@@ -34,14 +38,14 @@ ARGS = SimpleNamespace(
 
 
 def sealed(groups: list[list[Sample]], **extra: dict) -> SealedStep:
-    summaries = [
-        summary_from_proto(summary)
+    messages = [
+        summary
         for group in groups
         for summary in buffer_pb2.SealStepResponse.FromString(
             encode_summaries([sample_to_proto(sample) for sample in group], group)
         ).samples
     ]
-    return SealedStep(summaries, extra.get("metrics", {}), extra.get("rejected", {}))
+    return SealedStep(messages, extra.get("metrics", {}), extra.get("rejected", {}))
 
 
 def group(index: int, rewards: list[float], lengths: list[int], versions: list[str]) -> list[Sample]:
@@ -110,3 +114,60 @@ def test_rewards_that_are_objects_without_a_number_are_left_out_of_the_metrics()
 def test_weights_that_a_run_lost_are_not_newer_than_the_trainer() -> None:
     assert staleness_metrics(6, [8, 6, 4, -1]) == {"rollout/staleness": 2 / 3, "rollout/staleness/max": 2.0}
     assert staleness_metrics(6, [-1]) == {}
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    supervisor = Supervisor(tmp_path / "logs", start_seconds=10, stop_seconds=10)
+    yield supervisor
+    supervisor.stop()
+
+
+class HeldStep(SealedStep):
+    """A step whose summaries are read once `released` is set."""
+
+    def __init__(self, step: SealedStep) -> None:
+        super().__init__(step._messages, step.metrics, step.rejected)
+        self.released = threading.Event()
+
+    def __iter__(self) -> Iterator:
+        assert self.released.wait(60)
+        return super().__iter__()
+
+
+def test_the_metrics_of_a_step_are_computed_while_it_is_trained_on(supervisor: Supervisor) -> None:
+    step = sealed([group(0, [0.0, 1.0], [1, 2], ["3"]), group(1, [1.0], [6], ["2"])])
+    held, metrics = HeldStep(step), MetricsInProgress(supervisor, ARGS)
+    metrics.begin(4, held, staleness=True)
+    # The training begins although nothing was computed yet.
+    supervisor.call(held.released.set)
+    assert metrics.take(4) == step_metrics(4, step, ARGS, staleness=True)
+    assert metrics.take(4) == {}
+
+
+def test_a_step_that_is_sealed_again_has_the_metrics_of_its_new_groups(supervisor: Supervisor) -> None:
+    metrics = MetricsInProgress(supervisor, ARGS)
+    for groups in ([group(0, [0.0], [1], [])], [group(1, [1.0], [2], [])]):
+        metrics.begin(0, sealed(groups), staleness=False)
+    assert metrics.take(0)["rollout/raw_reward"] == 1.0
+
+
+def test_metrics_that_cannot_be_computed_end_the_run(supervisor: Supervisor) -> None:
+    metrics = MetricsInProgress(supervisor, SimpleNamespace(custom_rollout_log_function_path=None))
+    metrics.begin(0, sealed([group(0, [0.0], [1], [])]), staleness=False)
+    with pytest.raises(AttributeError, match="log_passrate|reward_key"):
+        metrics.take(0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), min_size=1, max_size=12))
+def test_deviations_of_groups_have_the_bits_of_numpy_for_each(rewards: list[list[float]]) -> None:
+    groups = [
+        [Sample(group_index=index, index=position, reward=value) for position, value in enumerate(values)]
+        for index, values in enumerate(rewards)
+    ]
+    metrics = rollout_metrics(groups, ARGS)
+    assert metrics["rollout/reward_std"] == float(np.mean([np.std(values) for values in rewards]))
+    several = [values for values in rewards if len(values) > 1]
+    equal = sum(max(values) - min(values) <= 1e-6 for values in several)
+    assert metrics["rollout/zero_std_ratio"] == (equal / len(several) if several else 0.0)

@@ -36,11 +36,10 @@ def rollout_metrics(groups: Sequence[Sequence[Measured]], args: RolloutSettings)
     rewards = [values for values in (_rewards(group, args) for group in groups) if values]
     flat = np.asarray([value for values in rewards for value in values], np.float64)
     lengths = np.asarray([sample.response_length for sample in samples])
-    several = [values for values in rewards if len(values) > 1]
     metrics = {
         "rollout/raw_reward": float(flat.mean()) if rewards else 0.0,
-        "rollout/reward_std": float(np.mean([np.std(values) for values in rewards])) if rewards else 0.0,
-        "rollout/zero_std_ratio": sum(max(v) - min(v) <= 1e-6 for v in several) / len(several) if several else 0.0,
+        "rollout/reward_std": float(np.mean(_deviations(rewards))) if rewards else 0.0,
+        "rollout/zero_std_ratio": _share(max(v) - min(v) <= 1e-6 for v in rewards if len(v) > 1),
         "rollout/response_lengths": float(lengths.mean()),
         "rollout/response_lengths/max": float(lengths.max()),
         "rollout/response_lengths/min": float(lengths.min()),
@@ -49,7 +48,8 @@ def rollout_metrics(groups: Sequence[Sequence[Measured]], args: RolloutSettings)
     failed = _share(sample.status is SampleStatus.FAILED for sample in samples)
     if failed:
         metrics["rollout/failed_ratio"] = failed
-    versions = [int(version) for sample in samples for version in sample.weight_versions if str(version).isdigit()]
+    named = {version for sample in samples for version in sample.weight_versions}
+    versions = [int(version) for version in named if str(version).isdigit()]
     if versions:
         metrics |= {
             "rollout/weight_version_min": float(min(versions)),
@@ -57,7 +57,7 @@ def rollout_metrics(groups: Sequence[Sequence[Measured]], args: RolloutSettings)
         }
     if args.log_passrate:
         metrics |= {f"passrate/{key}": value for key, value in pass_rates(rewards).items()}
-    correct = [sample for sample in samples if _raw_reward(sample, args) == 1]
+    correct = [sample for sample in samples if _raw_reward(sample, args) == 1] if args.log_correct_samples else []
     chosen = chosen_metrics(samples, correct, args, args.rollout_max_response_len)
     return metrics | chosen | agent_metrics(samples)
 
@@ -174,13 +174,26 @@ def _rewards(group: Sequence[Measured], args: RolloutSettings) -> list[float]:
     return list(values.values())
 
 
+def _deviations(groups: Sequence[Sequence[float]]) -> np.ndarray:
+    """Returns the population standard deviation [G] of each group: for groups of one size in one call, which gives the
+    same bits as a call for each."""
+    of_size: dict[int, list[int]] = {}
+    for position, values in enumerate(groups):
+        of_size.setdefault(len(values), []).append(position)
+    deviations = np.empty(len(groups))
+    for positions in of_size.values():
+        deviations[positions] = np.std([groups[position] for position in positions], axis=1)
+    return deviations
+
+
 def _raw_reward(sample: Measured, args: RolloutSettings) -> float | None:
     """Returns the reward as it was before a penalty; None for a sample without one."""
     # Metadata may hold anything that a client sent.
-    for value in (sample.metadata.get("raw_reward"), _reward(sample, args)):
-        if _is_number(value):
-            return float(value)
-    return None
+    value = sample.metadata.get("raw_reward") if sample.metadata else None
+    if value is not None and _is_number(value):
+        return float(value)
+    value = _reward(sample, args)
+    return float(value) if _is_number(value) else None
 
 
 def _reward(sample: Measured, args: RolloutSettings) -> Any:
@@ -195,9 +208,10 @@ def _reward(sample: Measured, args: RolloutSettings) -> Any:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (numbers.Real, np.bool_)) and math.isfinite(value)
+    # The check of an abstract class takes several times as long as that of float.
+    return isinstance(value, (float, numbers.Real, np.bool_)) and math.isfinite(value)
 
 
 def _share(flags: Iterable[bool]) -> float:
     values = [bool(flag) for flag in flags]
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else 0.0

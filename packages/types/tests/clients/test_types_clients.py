@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from slime.types import Sample, SampleGroup
-from slime.types.clients import BufferClient, Engine, RolloutClient, TrainerClient, TrainerInfo, Writer
+from slime.types.clients import (
+    BufferClient,
+    Engine,
+    RolloutClient,
+    SampleSummary,
+    TrainerClient,
+    TrainerInfo,
+    Writer,
+)  # fmt: skip
 from slime.types.codec import group_to_proto, sample_to_proto
 from slime.types.errors import InvalidField, LeaseLost, RemoteError
 from slime.types.rpc import RpcSettings, RunningService, Server
@@ -275,7 +283,12 @@ def test_the_buffer_client_reads_steps_and_groups(buffer: Any) -> None:
     )
     assert (full.rollout_id, full.reward, full.metadata, bare.reward) == (0, {"a": 1}, {"b": 2}, None)
     assert plain.oldest_weight_version == -1
-    assert client.store_plan(3, {"a": [1]}) == {"a": [1]}
+    step = client.seal_step(3, 2)
+    assert (len(step), step[0], step[-1], step[1:]) == (3, plain, bare, [full, bare])
+    assert step == client.seal_step(3, 2) == [plain, full, bare] and step != [plain]
+    assert full == SampleSummary(0, 0, 0, reward={"a": 1}, status=Sample.Status.TRUNCATED, metadata={"b": 2},
+                                 oldest_weight_version=0, newest_weight_version=0)  # fmt: skip
+    assert repr(client.store_plan(3, {"a": (1, np.float64(0.5), True)})) == "{'a': [1, 0.5, True]}"
     assert client.get_plan(3) == {"step": 3}
     assert [s.index for s in client.read_step(3, [2, 0])] == [2, 0]
     sealed, rejected = client.read_groups(

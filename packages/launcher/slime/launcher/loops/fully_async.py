@@ -34,9 +34,9 @@ def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
     with run.generating() as generation:
         for step in range(run.first_step, run.num_rollout):
             started = time.perf_counter()
-            metrics, samples = run.seal(step, generation.take_metrics())
-            metrics["perf/rollout_wait_time"] = time.perf_counter() - started
-            metrics |= run.train_step(step)
+            samples = run.seal(step, generation.take_metrics())
+            waited = time.perf_counter() - started
+            metrics = run.train_step(step) | {"perf/rollout_wait_time": waited}
             if evaluation is not None:
                 # Before the checkpoint, because a run that resumes from it does not evaluate earlier weights.
                 report.evaluation(step, *run.join(evaluation))

@@ -47,9 +47,9 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
     with Prefetch(run, steps, settings.async_buffer_size or 1) as prefetch:
         for step in steps:
             started = time.perf_counter()
-            metrics, samples = prefetch.take(step)
+            samples = prefetch.take(step)
             taken = time.perf_counter()
-            metrics |= run.train_step(step)
+            metrics = run.train_step(step)
             metrics["perf/rollout_wait_time"] = taken - started
             metrics["perf/overlap_time"] = prefetch.seconds_generating(taken, time.perf_counter())
             if config.saves_after(step):

@@ -13,14 +13,13 @@ from slime.types import Sample
 
 T = TypeVar("T")
 Metrics = dict[str, float]
-Rollout = tuple[Metrics, list[Sample]]
 
 
 class Generation(Protocol):
     """The methods of `Services` that Prefetch calls."""
 
     def generate(self, rollout_id: int) -> Metrics: ...
-    def seal(self, step: int, generated: Metrics) -> Rollout: ...
+    def seal(self, step: int, generated: Metrics) -> list[Sample]: ...
     def begin(self, function: Callable[[], T]) -> Future[T]: ...
     def join(self, future: Future[T]) -> T: ...
 
@@ -37,8 +36,8 @@ class Prefetch:
         self._size = size
         self._next, self._stop = steps.start, steps.stop
         # Rollouts that have begun and have not been taken yet, by number.
-        self._waiting: dict[int, Future[Rollout]] = {}
-        self._in_flight: Future[Rollout] | None = None
+        self._waiting: dict[int, Future[list[Sample]]] = {}
+        self._in_flight: Future[list[Sample]] | None = None
         self._paused = False
         # Start and end of each generation; the end is None while it runs.
         self._times: dict[int, tuple[float, float | None]] = {}
@@ -54,17 +53,17 @@ class Prefetch:
         with self._lock:
             self._paused = True
 
-    def take(self, step: int) -> Rollout:
-        """Waits for the rollout `step`, the next in order, and returns it. Resumes generation if it was paused."""
+    def take(self, step: int) -> list[Sample]:
+        """Waits for the rollout `step`, the next in order; returns what `seal` does. Resumes paused generation."""
         with self._lock:
             self._paused = False
             self._advance()
             future = self._waiting[step]
-        rollout = self._run.join(future)
+        samples = self._run.join(future)
         with self._lock:
             del self._waiting[step]
             self._advance()
-        return rollout
+        return samples
 
     def pause(self) -> float:
         """Waits until nothing is being generated, and begins nothing until the next `take`. Returns the seconds
@@ -97,16 +96,16 @@ class Prefetch:
         self._waiting[step] = self._in_flight = future
         future.add_done_callback(self._ended)
 
-    def _generate(self, step: int) -> Rollout:
+    def _generate(self, step: int) -> list[Sample]:
         begun = time.perf_counter()
         with self._lock:
             self._times[step] = begun, None
-        rollout = self._run.seal(step, self._run.generate(step))
+        samples = self._run.seal(step, self._run.generate(step))
         with self._lock:
             self._times[step] = begun, time.perf_counter()
-        return rollout
+        return samples
 
-    def _ended(self, future: Future[Rollout]) -> None:
+    def _ended(self, future: Future[list[Sample]]) -> None:
         with self._lock:
             self._in_flight = None
             if not future.cancelled() and future.exception() is None:

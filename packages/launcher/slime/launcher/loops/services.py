@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.faults.run_repairs import RunRepairs
-from slime.launcher.metrics.sealed import sealed_metrics, staleness_metrics
+from slime.launcher.metrics.sealed import MetricsInProgress
 from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
@@ -70,7 +70,6 @@ class Services:
         self._memory_turns: MemoryTurns | None = None
         self.notes: list[str] = []
         self._settings = config.launcher
-        self._args = SimpleNamespace(**config.flat)
         self._supervisor = Supervisor(
             output_dir / "logs",
             start_seconds=max(
@@ -81,6 +80,7 @@ class Services:
             nodes=placement.service_nodes,
         )
         self._ranks = TrainerRanks([], self._supervisor)
+        self._metrics = MetricsInProgress(self._supervisor, SimpleNamespace(**config.flat))
         self._rollout_calls: RolloutCalls | None = None
         self._repairs: RunRepairs | None = None
         # The step that was trained last.
@@ -210,14 +210,10 @@ class Services:
         self._groups[rollout_id], metrics = load(self._supervisor, self.buffer, replay, rollout_id)
         return metrics
 
-    def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Sample]]:
-        """Fixes the groups that `step` trains on: those of the rollout that was just generated.
+    def seal(self, step: int, generated: Metrics) -> list[Sample]:
+        """Fixes the groups that `step` trains on: those of the rollout that was just generated. Returns some samples.
 
         generated: the metrics of `generate`, kept with the step for a later start of the run that only trains on it.
-        Returns the metrics of all groups, including those that an earlier start of the run generated, and some samples:
-
-        rollout/trained_tokens  response tokens that count in the loss
-        rollout/staleness       weight versions between a sample's oldest token and the trainer, mean and /max
         """
 
         def seal() -> tuple[SealedStep, list[Sample]]:
@@ -225,7 +221,11 @@ class Services:
             return sealed, self._examples(step, sealed)
 
         sealed, examples = seal() if self._replay is not None else self._untrained.seal(step, seal)
-        return self._metrics_of(step, sealed), examples
+        self._begin_metrics(step, sealed)
+        return examples
+
+    def _begin_metrics(self, step: int, sealed: SealedStep) -> None:
+        self._metrics.begin(step, sealed, staleness=self.rollout is not None and bool(self.trainers))
 
     def _seal(self, step: int, generated: Metrics) -> SealedStep:
         wait, groups, pace = self.config.trainer.step_wait_seconds, self.groups_of(step), self._pace
@@ -238,20 +238,16 @@ class Services:
             lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated, pace=pace)
         )
 
-    def _metrics_of(self, step: int, sealed: SealedStep) -> Metrics:
-        metrics = sealed_metrics(sealed, self._args)
-        metrics["rollout/trained_tokens"] = float(sum(s.loss_mask_sum for s in sealed if not s.remove_sample))
-        if self.rollout is not None and self.trainers:
-            metrics |= staleness_metrics(step, [summary.oldest_weight_version for summary in sealed])
-        return metrics
-
     def _examples(self, step: int, sealed: SealedStep) -> list[Sample]:
         """Returns samples for people to look at: the first ones of the first groups."""
         counts: dict[int, int] = {}
         positions = []
-        for position, summary in enumerate(sealed):
-            counts[summary.group_index] = counts.get(summary.group_index, 0) + 1
-            if len(counts) <= max(1, self._settings.log_samples) and counts[summary.group_index] <= SAMPLES_PER_GROUP:
+        for position in range(len(sealed)):
+            group = sealed[position].group_index
+            counts[group] = counts.get(group, 0) + 1
+            if len(counts) > max(1, self._settings.log_samples):
+                break
+            if counts[group] <= SAMPLES_PER_GROUP:
                 positions.append(position)
         examples = self._supervisor.call(lambda: list(self.buffer.read_step(step, positions)))
         self._kept[step] = dict(zip(positions, examples, strict=True))
@@ -263,10 +259,14 @@ class Services:
     def train_step(self, step: int) -> Metrics:
         """Trains every rank on the groups of one rollout; without a trainer, the buffer only drops them.
 
-        Replaces groups with damaged samples first; the metrics are then of the groups trained on, and include
+        Replaces groups with damaged samples first. Returns `step_metrics` of the groups trained on, the trainer's, and
 
         train/data_loss_retries  number of times that the step had to be sealed again
         """
+        trained = self._train_step(step)
+        return self._metrics.take(step) | trained
+
+    def _train_step(self, step: int) -> Metrics:
         if not self.trainers:
             self._supervisor.call(lambda: self.buffer.acknowledge_step(step))
             self._supervisor.call(lambda: self.buffer.commit_steps(step))
@@ -278,8 +278,8 @@ class Services:
         def train() -> Metrics:
             if step not in retries:
                 return self._train(step)
-            metrics = self._metrics_of(step, self._seal(step, {}))
-            return metrics | self._train(step) | {"train/data_loss_retries": float(retries[step])}
+            self._begin_metrics(step, self._seal(step, {}))
+            return self._train(step) | {"train/data_loss_retries": float(retries[step])}
 
         return self._untrained.train(step, train)
 

@@ -29,8 +29,8 @@ def loop(config: RunConfig, run: Services, report: Report) -> None:
 
     for step in range(run.first_step, run.num_rollout):
         started = time.perf_counter()
-        metrics, samples = run.seal(step, run.generate(step))
-        metrics |= run.offload()
+        samples = run.seal(step, run.generate(step))
+        metrics = run.offload()
         metrics |= run.train_step(step)
         if config.saves_after(step):
             report.hold(step, metrics)

@@ -5,8 +5,9 @@ They do not depend on whether this start of the run generated the groups or, wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from slime.buffer.groups.pacing import STALE
 from slime.rollout.metrics import rollout_metrics
@@ -15,9 +16,52 @@ from slime.rollout.sources.own import RETURNED
 from slime.types.clients import SampleSummary
 from slime.types.clients.buffer import SealedStep
 
+T = TypeVar("T")
 DROPPED = "rollout/dynamic_filter/drop_"
 # Reasons of rejections that do not come from --dynamic-sampling-filter-path.
 OTHERS = (RETURNED, STALE, "buffer_filter", "prompt_too_long", "prompt_unusable")
+
+
+class BackgroundCalls(Protocol):
+    """The methods of `Supervisor` that are used here."""
+
+    def begin(self, function: Callable[[], T]) -> Future[T]: ...
+    def join(self, future: Future[T]) -> T: ...
+
+
+class MetricsInProgress:
+    """Metrics of sealed steps, computed by another thread while the trainer works on them.
+
+    calls: runs functions in the background. args: every setting of the run as an attribute.
+    """
+
+    def __init__(self, calls: BackgroundCalls, args: Any) -> None:
+        self._calls = calls
+        self._args = args
+        self._futures: dict[int, Future[dict[str, float]]] = {}
+
+    def begin(self, step: int, sealed: SealedStep, *, staleness: bool) -> None:
+        """Begins with the metrics of `step`, in place of those that it had before."""
+        self._futures[step] = self._calls.begin(lambda: step_metrics(step, sealed, self._args, staleness=staleness))
+
+    def take(self, step: int) -> dict[str, float]:
+        """Waits for the metrics of `step` and returns them, once. Raises the error that computing them raised."""
+        future = self._futures.pop(step, None)
+        return {} if future is None else self._calls.join(future)
+
+
+def step_metrics(step: int, sealed: SealedStep, args: Any, *, staleness: bool) -> dict[str, float]:
+    """Returns the metrics of all groups of a step, including those that an earlier start of the run generated:
+
+    rollout/trained_tokens  response tokens that count in the loss
+    rollout/staleness       with `staleness`: weight versions between a sample's oldest token and the trainer, mean
+                            and /max
+    """
+    metrics = sealed_metrics(sealed, args)
+    metrics["rollout/trained_tokens"] = float(sum(s.loss_mask_sum for s in sealed if not s.remove_sample))
+    if staleness:
+        metrics |= staleness_metrics(step, [summary.oldest_weight_version for summary in sealed])
+    return metrics
 
 
 def sealed_metrics(sealed: SealedStep, args: Any) -> dict[str, float]:

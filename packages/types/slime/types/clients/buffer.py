@@ -27,7 +27,6 @@ from slime.types.clients.buffer_records import (
     state_name,
     state_number,
     stats_from_proto,
-    summary_from_proto,
 )
 from slime.types.clients.handing_in import CompletingCall, calls_of, messages_of
 from slime.types.codec import group_from_proto, sample_from_proto
@@ -37,7 +36,7 @@ from slime.types.rpc import RpcSettings
 from slime.types.rpc.retry import Repeatable
 from slime.types.sample import Sample, SampleGroup
 from slime.types.sample.validate import validate_finished, validate_sample, validate_samples
-from slime.types.wire.json_fields import to_json
+from slime.types.wire.json_fields import encode_plain, plain
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 T = TypeVar("T")
@@ -201,14 +200,16 @@ class BufferClient(Client):
                 pace=None if pace is None else pace.to_proto(),
             )  # fmt: skip
             answer = self._call("SealStep", request, _waiting(wait))
-            return SealedStep(map(summary_from_proto, answer.samples), dict(answer.metrics), dict(answer.rejected))
+            return SealedStep(answer.samples, dict(answer.metrics), dict(answer.rejected))
 
         return _in_slices(wait_seconds, seal)
 
     def store_plan(self, step: int, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Stores the plan of a sealed step; returns the one that is stored, which is the first."""
-        request = buffer_pb2.StorePlanRequest(writer=self._writer(), step=step, plan_json=to_json(plan, "plan"))
-        return json.loads(self._call("StorePlan", request).plan_json)
+        own = plain(plan, "plan")
+        request = buffer_pb2.StorePlanRequest(writer=self._writer(), step=step, plan_json=encode_plain(own))
+        stored = self._call("StorePlan", request).plan_json
+        return own if stored == request.plan_json else json.loads(stored)
 
     def get_plan(self, step: int, wait_seconds: float = 0.0) -> dict[str, Any]:
         """Returns the plan of a step, waiting up to `wait_seconds` for it. Raises NotFound, or after a wait

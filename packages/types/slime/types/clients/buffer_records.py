@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,17 +40,42 @@ class LeasedGroup:
     expires_in_seconds: float
 
 
-class SealedStep(list[SampleSummary]):
-    """Summaries of a step's samples, in order.
+class SealedStep(Sequence[SampleSummary]):
+    """Summaries of a step's samples, in order, decoded when they are first needed.
 
     metrics: as the first `seal_step` of the step gave them. rejected: number of groups rejected since the previous
     step, by reason.
     """
 
-    def __init__(self, summaries: Iterable[SampleSummary], metrics: dict[str, float], rejected: dict[str, int]) -> None:
-        super().__init__(summaries)
+    def __init__(
+        self, messages: Sequence[buffer_pb2.SampleSummary], metrics: dict[str, float], rejected: dict[str, int]
+    ) -> None:
+        self._messages = messages
+        self._summaries: list[SampleSummary] | None = None
         self.metrics = metrics
         self.rejected = rejected
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[SampleSummary]:
+        return iter(self._all())
+
+    def __getitem__(self, position: Any) -> Any:
+        """Decodes the summary at a position alone; a slice decodes all."""
+        if self._summaries is None and isinstance(position, int):
+            return summary_from_proto(self._messages[position])
+        return self._all()[position]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _all(self) -> list[SampleSummary]:
+        if self._summaries is None:
+            self._summaries = [summary_from_proto(message) for message in self._messages]
+        return self._summaries
 
 
 @dataclass(frozen=True)
@@ -136,21 +161,26 @@ def summary_from_proto(message: buffer_pb2.SampleSummary) -> SampleSummary:
     reward = (
         None if kind is None else message.reward_value if kind == "reward_value" else json.loads(message.reward_json)
     )
-    return SampleSummary(
-        index=message.index,
-        group_index=message.group_index,
-        rollout_id=message.rollout_id if message.HasField("rollout_id") else None,
-        total_length=message.total_length,
-        response_length=message.response_length,
-        loss_mask_sum=message.loss_mask_sum,
-        reward=reward,
-        status=STATUS_BY_NUMBER[message.status],
-        remove_sample=message.remove_sample,
-        metadata=json.loads(message.metadata_json) if message.metadata_json else {},
-        oldest_weight_version=message.oldest_weight_version,
-        newest_weight_version=message.newest_weight_version,
-        non_generation_time=message.non_generation_time,
-    )
+    metadata = message.metadata_json
+    values = {
+        "index": message.index,
+        "group_index": message.group_index,
+        "rollout_id": message.rollout_id if message.HasField("rollout_id") else None,
+        "total_length": message.total_length,
+        "response_length": message.response_length,
+        "loss_mask_sum": message.loss_mask_sum,
+        "reward": reward,
+        "status": STATUS_BY_NUMBER[message.status],
+        "remove_sample": message.remove_sample,
+        "metadata": json.loads(metadata) if metadata else {},
+        "oldest_weight_version": message.oldest_weight_version,
+        "newest_weight_version": message.newest_weight_version,
+        "non_generation_time": message.non_generation_time,
+    }
+    summary = object.__new__(SampleSummary)
+    # __init__ is bypassed: a frozen dataclass sets field by field, which takes longer than all else here.
+    object.__setattr__(summary, "__dict__", values)
+    return summary
 
 
 def info_from_proto(message: buffer_pb2.ListGroupsResponse) -> GroupInfo:

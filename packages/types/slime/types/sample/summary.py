@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ class SampleSummary:
     @property
     def weight_versions(self) -> list[str]:
         """The oldest and the newest weight version, as a sample names them; one if they are equal."""
-        return [str(version) for version in sorted({self.oldest_weight_version, self.newest_weight_version} - {-1})]
+        return list(_version_names(self.oldest_weight_version, self.newest_weight_version))
 
     @classmethod
     def of(cls, sample: Sample) -> SampleSummary:
@@ -54,3 +55,9 @@ class SampleSummary:
             metadata=sample.metadata,
             non_generation_time=sample.non_generation_time,
         )
+
+
+# A step has many samples and few versions.
+@functools.lru_cache(maxsize=1024)
+def _version_names(oldest: int, newest: int) -> tuple[str, ...]:
+    return tuple(str(version) for version in sorted({oldest, newest} - {-1}))

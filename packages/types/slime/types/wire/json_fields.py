@@ -12,13 +12,15 @@ from slime.types.errors import InvalidField
 
 _MAX_DEPTH = 100
 SHALLOW = f"at most {_MAX_DEPTH} levels"
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+# Types that are written as they are.
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+encode_plain = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 
 
 def to_json(value: Any, path: str) -> str:
     """Encodes one JSON value; NaN and infinities are written as `NaN` and `Infinity`. Raises what `plain` raises."""
-    return _encode(plain(value, path))
+    return encode_plain(plain(value, path))
 
 
 def plain(value: Any, path: str, depth: int = 0) -> Any:
@@ -28,7 +30,7 @@ def plain(value: Any, path: str, depth: int = 0) -> Any:
     is not text, or of a tree that is too deep.
     """
     kind = type(value)
-    if kind is str or kind is int or kind is float or kind is bool or value is None:
+    if kind in _SCALARS:
         return value
     if depth > _MAX_DEPTH:
         raise InvalidField(path, "a deeper tree", SHALLOW)
@@ -38,6 +40,8 @@ def plain(value: Any, path: str, depth: int = 0) -> Any:
                 raise InvalidField(path, key, "text as the key of a dict")
         return {str(key): plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if _SCALARS.issuperset(map(type, value)):
+            return list(value)
         return [plain(item, f"{path}[{position}]", depth + 1) for position, item in enumerate(value)]
     if isinstance(value, np.generic):
         return plain(value.item(), path, depth + 1)
