@@ -47,6 +47,8 @@ def oldest_of(samples: Sequence[Sample]) -> int | None:
 
 def weight_versions(sample: Sample) -> tuple[int, int]:
     """Returns (oldest, newest) weight version of the tokens; (-1, -1) if none is a whole number."""
+    if not (sample.spans or sample.weight_versions):
+        return -1, -1
     named = [span.weight_version for span in sample.spans] or sample.weight_versions
     versions = [number for version in named if (number := version_number(version)) is not None]
     return (min(versions), max(versions)) if versions else (-1, -1)

@@ -244,8 +244,13 @@ def _column(name: str, value: Any) -> Any:
 def _group(row: tuple[Any, ...]) -> Group:
     group = Group(*row)
     group.state = State(group.state)
-    group.sizes, group.checksums = (tuple(json.loads(text)) for text in (group.sizes, group.checksums))  # type: ignore[arg-type]
+    group.sizes, group.checksums = _numbers(group.sizes), _numbers(group.checksums)  # type: ignore[arg-type]
     return group
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    # A group that was never completed or returned has none.
+    return () if text == "[]" else tuple(json.loads(text))
 
 
 def _step(row: tuple[Any, ...]) -> Step:

@@ -78,12 +78,19 @@ def validate_sample(sample: Sample) -> None:
     for position, version in enumerate(sample.weight_versions):
         _check_version(f"weight_versions[{position}]", version)
     values = vars(sample)
-    for name in (*JSON_FIELDS, *(values.keys() - sample.__dataclass_fields__.keys())):
-        check_finite(name, values[name])
+    declared_names = sample.__dataclass_fields__.keys()
+    own = () if len(values) == len(declared_names) else values.keys() - declared_names
+    for name in (*JSON_FIELDS, *own):
+        value = values[name]
+        # Most are text, nothing or empty: a call for each would take longer than the rest.
+        if value and type(value) is not str:
+            check_finite(name, value)
     for name in ("spec_info", "prefix_cache_info"):
-        for key, count in vars(values[name]).items():
-            if not 0 <= count <= MAX_COUNT:
-                raise InvalidField(f"{name}.{key}", count, f"a count, from 0 to {MAX_COUNT}")
+        counts = vars(values[name])
+        if any(counts.values()):
+            for key, count in counts.items():
+                if not 0 <= count <= MAX_COUNT:
+                    raise InvalidField(f"{name}.{key}", count, f"a count, from 0 to {MAX_COUNT}")
 
 
 def check_finite(field: str, value: Any) -> None:
@@ -206,19 +213,21 @@ def _check_array(name: str, array: np.ndarray, declared: ArrayField, length: int
 
 
 def check_token_ids(field: str, ids: np.ndarray) -> None:
-    if ids.min() < 0:
+    # The ufuncs: the methods of an array call them through Python.
+    if np.minimum.reduce(ids, axis=None) < 0:
         position = int(np.argmax(np.asarray(ids) < 0))
         raise InvalidField(f"{field}[{position}]", int(ids[position]), "a token id, at least 0")
 
 
 def check_mask(field: str, mask: np.ndarray) -> None:
-    if mask.max() > 1:
+    if np.maximum.reduce(mask, axis=None) > 1:
         raise InvalidField(field, int(mask.max()), "0 or 1 for each token")
 
 
 def check_log_probs(field: str, log_probs: np.ndarray) -> None:
-    # min() and max() of an array with a NaN are NaN, which fails both comparisons.
-    if log_probs.min() >= LEAST_LOG_PROB and log_probs.max() <= LOG_PROB_ROUNDING:
+    # The least and the largest of an array with a NaN are NaN, which fails both comparisons.
+    least, largest = np.minimum.reduce(log_probs, axis=None), np.maximum.reduce(log_probs, axis=None)
+    if least >= LEAST_LOG_PROB and largest <= LOG_PROB_ROUNDING:
         return
     values = np.asarray(log_probs)
     position = int(np.argmax(~((values >= LEAST_LOG_PROB) & (values <= LOG_PROB_ROUNDING))))
