@@ -12,6 +12,7 @@ import grpc
 
 from slime.buffer.buffer import WAITING_CALLS, Buffer
 from slime.buffer.groups.handed_in import read_group, read_groups
+from slime.buffer.groups.leases import Leased
 from slime.buffer.groups.prompts import encode_prompt, prompt_of_message
 from slime.buffer.groups.run_lock import WriterId
 from slime.buffer.groups.samples import group_message
@@ -20,6 +21,7 @@ from slime.buffer.store.base import Group, State, Wait
 from slime.buffer.streams import Streams
 from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
+from slime.types.clients.buffer_records import chunk_messages
 from slime.types.codec import encode_list
 from slime.types.errors import InvalidField, WrongState, counted
 from slime.types.pace import TrainerPace
@@ -32,6 +34,8 @@ INCOMING_STREAMS = 128
 OUTGOING_STREAMS = 128
 STREAM_SECONDS = 3600.0
 LONGEST_TEXT = 4096
+# Leased groups of one message together, for clients that take several.
+TOGETHER_BYTES = 1 << 20
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{0,64}")
 # Memory of a prompt besides its bytes.
 PROMPT_BYTES = 256
@@ -87,7 +91,7 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
     def LeaseGroups(
         self, request: buffer_pb2.LeaseGroupsRequest, context: grpc.ServicerContext
     ) -> Iterator[buffer_pb2.LeaseGroupsResponse]:
-        for leased in self.buffer.lease(
+        leased = self.buffer.lease(
             _writer(request),
             request.max_groups,
             ttl=request.ttl_seconds,
@@ -96,17 +100,11 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
             caller=self._caller(context),
             pace=_pace(request),
             request=_request_id(request.request_id),
-        ):
-            group = leased.group
-            yield buffer_pb2.LeaseGroupsResponse(
-                lease=buffer_pb2.Lease(
-                    group_index=group.group_index,
-                    token=group.token,
-                    expires_in_seconds=leased.seconds,
-                    attempt=group.attempt,
-                ),
-                group=group_message(group, leased.samples),
-            )
+        )
+        size = TOGETHER_BYTES if request.together else 0
+        for first, *more in chunk_messages(map(_leased_message, leased), size):
+            first.more.extend(more)
+            yield first
 
     def RenewLeases(self, request: buffer_pb2.RenewLeasesRequest, context: Any) -> buffer_pb2.RenewLeasesResponse:
         lost = self.buffer.renew(_writer(request), request.tokens, request.ttl_seconds)
@@ -278,6 +276,19 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         if not context.add_callback(caller.end):
             raise WrongState("the call has ended", field="deadline")
         return caller
+
+
+def _leased_message(leased: Leased) -> buffer_pb2.LeaseGroupsResponse:
+    group = leased.group
+    return buffer_pb2.LeaseGroupsResponse(
+        lease=buffer_pb2.Lease(
+            group_index=group.group_index,
+            token=group.token,
+            expires_in_seconds=leased.seconds,
+            attempt=group.attempt,
+        ),
+        group=group_message(group, leased.samples),
+    )
 
 
 def _short(field: str, text: str) -> str:

@@ -337,3 +337,25 @@ TestLeasing = Leasing.TestCase
 TestLeasing.settings = settings(
     max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_groups_come_together_only_to_a_client_that_asks_for_it(client):
+    def messages(together: bool) -> list[buffer_pb2.LeaseGroupsResponse]:
+        request = buffer_pb2.LeaseGroupsRequest(writer=client._writer(), max_groups=3, together=together)
+        answers = list(client._stream("LeaseGroups", request))
+        leased = [message for answer in answers for message in (answer, *answer.more)]
+        assert [message.group.group_index for message in leased] == [0, 1, 2]
+        assert [message.lease.group_index for message in leased] == [0, 1, 2]
+        for message in leased:
+            client.return_group(message.lease.token)
+        return answers
+
+    assert [len(answer.more) for answer in messages(together=False)] == [0, 0, 0]
+    assert [len(answer.more) for answer in messages(together=True)] == [2]
+    # Groups that were returned with much work are messages of their own.
+    for lease in client.lease_groups(2):
+        for sample in lease.group.samples:
+            sample.tokens, sample.response_length = [1] * 80_000, 79_999
+        client.return_group(lease.token, lease.group.samples)
+    assert [len(answer.more) for answer in messages(together=True)] == [0, 1]
+    assert [len(lease.group.samples[0].tokens) for lease in client.lease_groups(3)] == [80_000, 80_000, 0]

@@ -121,7 +121,7 @@ class Pace(_message.Message):
     def __init__(self, max_staleness: _Optional[int] = ..., policy: _Optional[_Union[StalenessPolicy, str]] = ..., groups_per_step: _Optional[int] = ..., stop_step: _Optional[int] = ..., weight_version: _Optional[int] = ...) -> None: ...
 
 class LeaseGroupsRequest(_message.Message):
-    __slots__ = ("writer", "worker_id", "max_groups", "ttl_seconds", "wait_seconds", "pace", "request_id")
+    __slots__ = ("writer", "worker_id", "max_groups", "ttl_seconds", "wait_seconds", "pace", "request_id", "together")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class LeaseGroupsRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     writer: Writer
     worker_id: str
     max_groups: int
@@ -136,7 +137,8 @@ class LeaseGroupsRequest(_message.Message):
     wait_seconds: float
     pace: Pace
     request_id: str
-    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., max_groups: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    together: bool
+    def __init__(self, writer: _Optional[_Union[Writer, _Mapping]] = ..., worker_id: _Optional[str] = ..., max_groups: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., request_id: _Optional[str] = ..., together: bool = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("group_index", "token", "expires_in_seconds", "attempt")
@@ -151,12 +153,14 @@ class Lease(_message.Message):
     def __init__(self, group_index: _Optional[int] = ..., token: _Optional[str] = ..., expires_in_seconds: _Optional[float] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class LeaseGroupsResponse(_message.Message):
-    __slots__ = ("lease", "group")
+    __slots__ = ("lease", "group", "more")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     group: _sample_pb2.SampleGroup
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[_Union[_sample_pb2.SampleGroup, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[LeaseGroupsResponse]
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[_Union[_sample_pb2.SampleGroup, _Mapping]] = ..., more: _Optional[_Iterable[_Union[LeaseGroupsResponse, _Mapping]]] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
     __slots__ = ("writer", "tokens", "ttl_seconds")

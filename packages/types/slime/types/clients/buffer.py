@@ -118,10 +118,12 @@ class BufferClient(Client):
                 ttl_seconds=ttl_seconds,
                 wait_seconds=wait,
                 pace=None if pace is None else pace.to_proto(),
+                together=True,
             )
             return [
                 LeasedGroup(m.lease.token, group_from_proto(m.group), m.lease.attempt, m.lease.expires_in_seconds)
-                for m in self._stream("LeaseGroups", request, _waiting(wait))
+                for answer in self._stream("LeaseGroups", request, _waiting(wait))
+                for m in (answer, *answer.more)
             ]
 
         return _in_slices(wait_seconds, lease)
