@@ -68,6 +68,7 @@ class Planner:
             per_rollout = {key: int(total) for key, total in zip(rollouts, rollout_mask_sums, strict=True)}
         weights = [0.0] * len(summaries)
         updates, used = [], set()
+        skips, skips_zeros = self._skips()
         for keys in self.split_rollouts(list(per_rollout)):
             used.update(keys)
             chosen = set(keys)
@@ -84,7 +85,8 @@ class Planner:
             train: list[int] = []
             skipped: list[int] = []
             for i in positions:
-                (skipped if self._adds_nothing(rewards[i], mask_sums[i]) else train).append(i)
+                useless = skips and (mask_sums[i] == 0 or (skips_zeros and rewards[i] == 0.0))
+                (skipped if useless else train).append(i)
             tokens = sum(mask_sums[i] for i in positions)
             updates.append({
                 "num_rollouts": len(keys), "num_tokens": tokens, "train": train, "skipped": skipped,
@@ -154,8 +156,9 @@ class Planner:
         updates = [keys[i : i + size] for i in range(0, len(keys) - size + 1, size)]
         return updates[: self.settings.num_steps_per_rollout]
 
-    def _adds_nothing(self, reward: float, mask_sum: int) -> bool:
-        """Returns True if every term of a sample's loss has a gradient of exactly zero, whatever the policy is."""
+    def _skips(self) -> tuple[bool, bool]:
+        """Returns whether samples are skipped if every term of their loss has a gradient of exactly zero, whatever the
+        policy is: those without tokens to train; and, if the second is True too, those with a reward of zero."""
         s = self.settings
         if (
             self.feeds_all
@@ -167,10 +170,8 @@ class Planner:
             # The entropy term is a mean over every sample.
             or s.use_rollout_entropy
         ):
-            return False
-        if mask_sum == 0:
-            return True
-        return s.advantages_alone_train and not s.normalize_advantages and reward == 0.0
+            return False, False
+        return True, s.advantages_alone_train and not s.normalize_advantages
 
 
 def _rollout_key(summary: SampleSummary, position: int) -> tuple[str, int]:
