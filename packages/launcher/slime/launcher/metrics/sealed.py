@@ -5,6 +5,7 @@ They do not depend on whether this start of the run generated the groups or, wit
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,8 @@ from slime.rollout.sources.own import RETURNED
 from slime.types.clients import SampleSummary
 from slime.types.clients.buffer import SealedStep
 
+# The call to the trainer goes out first: threads that compute make others wait for the interpreter's lock.
+HEAD_START_SECONDS = 0.05
 T = TypeVar("T")
 DROPPED = "rollout/dynamic_filter/drop_"
 # Reasons of rejections that do not come from --dynamic-sampling-filter-path.
@@ -38,16 +41,26 @@ class MetricsInProgress:
     def __init__(self, calls: BackgroundCalls, args: Any) -> None:
         self._calls = calls
         self._args = args
-        self._futures: dict[int, Future[dict[str, float]]] = {}
+        # With an event that is set once the metrics are waited for.
+        self._futures: dict[int, tuple[Future[dict[str, float]], threading.Event]] = {}
 
     def begin(self, step: int, sealed: SealedStep, *, staleness: bool) -> None:
         """Begins with the metrics of `step`, in place of those that it had before."""
-        self._futures[step] = self._calls.begin(lambda: step_metrics(step, sealed, self._args, staleness=staleness))
+        wanted = threading.Event()
+
+        def compute() -> dict[str, float]:
+            wanted.wait(HEAD_START_SECONDS)
+            return step_metrics(step, sealed, self._args, staleness=staleness)
+
+        self._futures[step] = self._calls.begin(compute), wanted
 
     def take(self, step: int) -> dict[str, float]:
         """Waits for the metrics of `step` and returns them, once. Raises the error that computing them raised."""
-        future = self._futures.pop(step, None)
-        return {} if future is None else self._calls.join(future)
+        if step not in self._futures:
+            return {}
+        future, wanted = self._futures.pop(step)
+        wanted.set()
+        return self._calls.join(future)
 
 
 def step_metrics(step: int, sealed: SealedStep, args: Any, *, staleness: bool) -> dict[str, float]:
