@@ -25,7 +25,7 @@ DROPPED = "rollout/dynamic_filter/drop_"
 OTHERS = (RETURNED, STALE, "buffer_filter", "prompt_too_long", "prompt_unusable")
 
 
-class BackgroundCalls(Protocol):
+class ComputingCalls(Protocol):
     """The methods of `Supervisor` that are used here."""
 
     def begin(self, function: Callable[[], T]) -> Future[T]: ...
@@ -38,7 +38,7 @@ class MetricsInProgress:
     calls: runs functions in the background. args: every setting of the run as an attribute.
     """
 
-    def __init__(self, calls: BackgroundCalls, args: Any) -> None:
+    def __init__(self, calls: ComputingCalls, args: Any) -> None:
         self._calls = calls
         self._args = args
         # With an event that is set once the metrics are waited for.
