@@ -167,6 +167,7 @@ class LatentRun:
     first_step: int = 0
     events: list[tuple[str, int]] = field(default_factory=list)
     sealed: dict[int, list[Any]] = field(default_factory=dict)
+    _metrics: dict[int, Metrics] = field(default_factory=dict)
     _pace: TrainerPace | None = None
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4))
 
@@ -181,25 +182,26 @@ class LatentRun:
     def generate(self, rollout_id: int) -> Metrics:
         return self.rollout.generate(rollout_id, self.config.rollout.rollout_batch_size, timeout=DEADLINE).metrics
 
-    def seal(self, step: int, generated: Metrics) -> tuple[Metrics, list[Any]]:
+    def seal(self, step: int, generated: Metrics) -> list[Any]:
         size = self.config.rollout.rollout_batch_size
         sealed = self.buffer.seal_step(step, size, wait_seconds=DEADLINE, metrics=generated, pace=self._pace)
         self.sealed[step] = list(sealed)
         self.events.append(("seal", step))
         staleness = [step - summary.oldest_weight_version for summary in sealed]
-        return {
+        self._metrics[step] = {
             "rollout/staleness": sum(staleness) / len(staleness),
             "rollout/staleness/max": float(max(staleness)),
             "rollout/tokens": float(sum(summary.response_length for summary in sealed)),
             "rollout/dropped_stale": float(sealed.rejected.get("stale", 0)),
             **sealed.metrics,
-        }, []
+        }
+        return []
 
     def train_step(self, step: int) -> Metrics:
         self.train(step)
         self.buffer.acknowledge_step(step)
         self.events.append(("train", step))
-        return {}
+        return self._metrics.pop(step)
 
     def update_weights(self, version: int) -> Metrics:
         self.rollout.begin_weight_update(version, timeout=DEADLINE)
