@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -53,5 +54,7 @@ sys.exit(namespace["main"]())
 )
 def test_an_interrupted_start_ends_without_a_traceback(program: str, moment: str, words: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", START, program, SCRIPTS[program], moment, *words.split()]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    # The paths of this process may be relative, and the program starts elsewhere.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr, ended.stdout) == (130, "", "")
