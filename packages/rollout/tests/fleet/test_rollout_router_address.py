@@ -20,7 +20,7 @@ from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.keys import engine_headers
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.restarts import RestartLimits
-from slime.rollout.fleet.router_address import RouterAddress
+from slime.rollout.fleet.router_address import RouterAddress, _samples
 from slime.rollout.fleet.watched import FleetOptions
 from slime.utils.http_utils import get, post
 
@@ -171,6 +171,36 @@ def test_what_an_engine_refuses_or_what_would_change_it_is_refused(
 
     found, text = done(ask())
     assert found == status and words in text
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": 7}, {"rid": []}, {"abort_all": False}])
+def test_an_abort_that_names_no_request_ends_none(fleet: Fleet, body: dict[str, Any]) -> None:
+    async def ask() -> tuple[int, str, int]:
+        call = asyncio.create_task(post(url(fleet, "/generate"), request(3, sampling_params=LONG)))
+        await in_flight(fleet, 1)
+        async with aiohttp.ClientSession(headers=engine_headers(url(fleet, ""))) as session:
+            async with session.post(url(fleet, "/abort_request"), json=body) as answer:
+                return answer.status, await answer.text(), len((await call)["output_ids"])
+
+    status, text, tokens = done(ask())
+    assert (status, tokens) == (400, 400) and "rid" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "samples"),
+    [
+        ({"input_ids": [3, 4]}, 1),
+        ({"input_ids": [[3], [4]], "sampling_params": {"n": 3}}, 6),
+        ({"text": ["a", "b"]}, 2),
+        ({"messages": [], "n": 2}, 2),
+        ({"input_ids": []}, 1),
+        ({"input_ids": [3], "sampling_params": {"n": -5}}, 1),
+        ({"input_ids": [3], "sampling_params": {"n": True}}, 1),
+        ({"input_ids": [3], "sampling_params": None}, 1),
+    ],
+)
+def test_a_request_counts_as_the_sequences_that_it_asks_for(body: dict[str, Any], samples: int) -> None:
+    assert _samples(body) == samples
 
 
 def test_nobody_is_answered_without_the_key(fleet: Fleet) -> None:

@@ -2,7 +2,7 @@
 
     POST /generate, /v1/...         go to the engine that the router chooses, as bytes; with X-SMG-Routing-Key, to the
                                     engine that has the session's cache
-    POST /abort_request             {"rid": ID} or {"abort_all": true}
+    POST /abort_request             {"rid": ID or IDs} or {"abort_all": true}
     GET  /workers, /list_workers    the engines, in the two forms of SGLang's router
     GET  /health, /v1/models, ...   answered by an engine
 
@@ -28,7 +28,7 @@ from slime.rollout.fleet.fleet import Fleet, never_sent
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.types.addresses import join_address
-from slime.types.errors import EngineError, InvalidSetting, NotFound, SlimeError
+from slime.types.errors import EngineError, InvalidField, InvalidSetting, NotFound, SlimeError
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class RouterAddress:
             except SlimeError as error:
                 return _refusal(error)
             except web.HTTPException as error:
-                # Not an address of engines, where more paths are known.
-                missing = NotFound(f"the router serves no {request.method} {request.path}", field="path")
-                return error if error.status != 404 else _refusal(missing)
+                if error.status not in (404, 405):
+                    raise
+                return _refusal(NotFound(f"the router serves no {request.method} {request.path}", field="path"))
 
         return guard
 
@@ -125,8 +125,12 @@ class RouterAddress:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await self._bodies.json(request)
-        rid = body.get("rid") if isinstance(body, dict) else None
-        await self._fleet.abort([rid] if isinstance(rid, str) and rid else None)
+        body = body if isinstance(body, dict) else {}
+        rids = [rid for rid in _request_ids(body) if rid]
+        if not rids and body.get("abort_all") is not True:
+            # What names no request must not end those of the whole run.
+            raise InvalidField("rid", body.get("rid"), "the id of a request, or abort_all: true in its place")
+        await self._fleet.abort(rids or None)
         return web.Response()
 
     async def _workers(self, request: web.Request) -> web.Response:
@@ -196,12 +200,12 @@ def _request_ids(body: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _samples(body: Mapping[str, Any]) -> int:
-    """Returns how many sequences a request asks for."""
+    """Returns how many sequences a request asks for; 1 where it says nothing that an engine would accept."""
     prompts = body.get("input_ids", body.get("text"))
-    several = isinstance(prompts, list) and (not prompts or isinstance(prompts[0], (list, str)))
+    several = isinstance(prompts, list) and prompts and isinstance(prompts[0], (list, str))
     params = body.get("sampling_params", body)
-    each = params.get("n", 1) if isinstance(params, dict) else 1
-    return max(1, len(prompts) if isinstance(prompts, list) and several else 1) * (each if type(each) is int else 1)
+    each = params.get("n") if isinstance(params, dict) else 1
+    return (len(prompts) if several else 1) * (each if type(each) is int and each > 0 else 1)
 
 
 def _refusal(error: SlimeError) -> web.Response:
