@@ -128,7 +128,7 @@ class RouterAddress:
         body = body if isinstance(body, dict) else {}
         rids = [rid for rid in _request_ids(body) if rid]
         if not rids and body.get("abort_all") is not True:
-            # What names no request must not end those of the whole run.
+            # An abort that names no request must not end those of the whole run.
             raise InvalidField("rid", body.get("rid"), "the id of a request, or abort_all: true in its place")
         await self._fleet.abort(rids or None)
         return web.Response()
