@@ -110,6 +110,6 @@ def test_docs_run_the_tests_of_docs_alone(tests_after, clone: Path) -> None:
     every = {str(path.relative_to(clone)) for path in (clone / "tests" / "docs").glob("test_*.py")}
     # It reads the packages' READMEs alone.
     every.remove("tests/docs/test_docs_first_examples.py")
-    # It holds CONTRIBUTING.md's table against the tree.
-    every.add("tests/packaging/test_files_to_touch.py")
+    # They hold CONTRIBUTING.md's table against the tree, and the links of a release against the pages.
+    every |= {"tests/packaging/test_files_to_touch.py", "tests/ci/test_workflows.py"}
     assert set(tests_after("docs/guide.md", "README.md")) == every
