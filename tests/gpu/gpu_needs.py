@@ -1,8 +1,9 @@
-"""Needs of the GPU tests: a mark that skips where one is missing, and a small model and samples to train it on."""
+"""Needs of the GPU tests: a mark that skips where one is missing, and small models and samples to train them on."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,38 @@ def write_qwen3(path: Path, **config: Any) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen3Config(**config), dtype=torch.bfloat16).save_pretrained(path)
     return str(path)
+
+
+def write_fp8_qwen3(path: Path, **config: Any) -> str:
+    """Writes a random dense model as Qwen3-*-FP8 are: its projections in FP8 in blocks of 128 x 128; returns its
+    directory."""
+    from safetensors.torch import save_file
+
+    from slime.converters.convert import fp8
+    from slime.converters.files.safetensors_dir import SafetensorsDir
+
+    block, stored = (128, 128), {}
+    for name, tensor in dict(SafetensorsDir(write_qwen3(path, **config))).items():
+        stored[name] = tensor
+        if "_proj" in name:
+            stored[name], stored[name + fp8.SCALE_SUFFIX] = fp8.quantize(tensor, block)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(about))
+    return str(path)
+
+
+def write_words(path: Path, words: int) -> None:
+    """Writes a tokenizer with a word for each token: w0, which pads, w1, which ends, w2 ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1").save_pretrained(path)
 
 
 def make_samples(step: int, vocab_size: int, **fields: Any) -> list[Sample]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_needs import ATTENTION, needs
+from gpu_needs import ATTENTION, needs, write_words
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
@@ -37,8 +37,7 @@ pytestmark = needs(NUM_GPUS, "sglang")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
@@ -49,9 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1").save_pretrained(path)
+    write_words(path, WORDS)
     return str(path)
 
 
