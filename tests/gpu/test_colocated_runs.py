@@ -78,6 +78,8 @@ def test_memory_is_handed_back_and_forth_and_engines_hold_what_was_trained(
         assert step["train/grad_norm"] > 0
 
 
+# Ray takes jobs only with the packages of `ray[default]`.
+@needs(NUM_GPUS, "aiohttp_cors", "opencensus", "virtualenv")
 def test_slime_runner_trains_as_a_job_of_its_own_ray(
     prompts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
