@@ -166,6 +166,18 @@ def test_modes_that_name_one_update_a_rollout(parse: Parse) -> None:
         parse("--use-dynamic-global-batch-size", "--global-batch-size", "16")
 
 
+def test_engines_of_true_on_policy_runs_have_the_kernels_that_the_trainer_computes_with(parse: Parse) -> None:
+    kernels = {"enable_deterministic_inference": True, "attention_backend": "fa3"}
+    assert parse("--true-on-policy-mode").rollout.sglang_args == kernels
+    config = parse("--true-on-policy-mode", "--sglang-attention-backend", "fa3", "--sglang-mem-fraction-static", "0.5")
+    assert config.rollout.sglang_args == kernels | {"mem_fraction_static": 0.5}
+    for others in ("--train-backend megatron", "--rollout-engine embedded"):
+        assert parse("--true-on-policy-mode", *others.split()).rollout.sglang_args == {}
+    for extra in ("--sglang-attention-backend triton", "--rollout-num-gpus-per-engine 2"):
+        with pytest.raises(InvalidSetting, match=f"--true-on-policy-mode and {extra} cannot be used together"):
+            parse("--true-on-policy-mode", *extra.split())
+
+
 def test_flags_that_need_others(parse: Parse, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSetting, match="--megatron-to-hf-mode bridge requires --train-backend megatron"):
         parse("--megatron-to-hf-mode", "bridge", "--train-backend", "fsdp")

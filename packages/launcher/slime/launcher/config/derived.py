@@ -11,8 +11,10 @@ from slime.converters.megatron.flags import MegatronSettings
 from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.checks.engine_weights import are_plain
 from slime.launcher.config.checks.loop import FULLY_ASYNC_FUNCTION, imply_debugging
+from slime.rollout.engines.registry import KINDS
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
+from slime.types.setting_values import flag_name
 
 MEGATRON_SETTINGS = (
     *(field.name for field in dataclasses.fields(MegatronSettings)),
@@ -31,13 +33,37 @@ def imply(values: dict[str, Any]) -> None:
     if any(values.get(name) is not None for name in MEGATRON_SETTINGS):
         # Command lines of the original system do not name the backend, because it has only Megatron.
         values.setdefault("train_backend", "megatron")
-    if values.get("true_on_policy_mode") is True and values.get("global_batch_size") is None:
-        values.setdefault("num_steps_per_rollout", 1)
+    if values.get("true_on_policy_mode") is True:
+        if values.get("global_batch_size") is None:
+            values.setdefault("num_steps_per_rollout", 1)
+        _use_invariant_kernels(values)
     if values.get("rollout_function_path") == FULLY_ASYNC_FUNCTION:
         values.setdefault("fully_async", True)
     if are_plain((values.get("sglang_args") or {}).get("json_model_override_args")):
         values.setdefault("update_weight_quantization", "none")
     imply_debugging(values)
+
+
+def _use_invariant_kernels(values: dict[str, Any]) -> None:
+    """Sets the engines' flags for --true-on-policy-mode. Raises InvalidSetting for other kernels, and several GPUs."""
+    engine = values.get("rollout_engine", "auto")
+    kernels: dict[str, Any] = {}
+    for kind in KINDS.values():
+        if engine in ("auto", kind.name):
+            kernels |= kind.invariant_kernels
+    if not kernels or values.get("train_backend", "fsdp") != "fsdp" or values.get("rollout_external_engine_addrs"):
+        return
+    if (values.get("rollout_num_gpus_per_engine") or 1) > 1:
+        raise InvalidSetting.conflict(
+            "--true-on-policy-mode",
+            as_typed("rollout_num_gpus_per_engine", values["rollout_num_gpus_per_engine"]),
+            "sums over several GPUs round differently from the trainer's",
+        )
+    args = values["sglang_args"] = dict(values.get("sglang_args") or {})
+    for name, needed in kernels.items():
+        if args.setdefault(name, needed) != needed:
+            given = f"{flag_name(f'sglang_{name}')} {args[name]}"
+            raise InvalidSetting.conflict("--true-on-policy-mode", given, f"the trainer has the kernels of {needed}")
 
 
 def share_optimizer(values: dict[str, Any]) -> None:

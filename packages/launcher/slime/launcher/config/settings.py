@@ -169,12 +169,6 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
         "both select this project's own",
         choices=("bridge", "raw"),
     )
-    true_on_policy_mode: bool = setting(
-        False,
-        "Train only on samples of the weights that are updated: one optimizer update per iteration, and a "
-        "weight update after each; conflicting flags are an error. Engine and trainer keep their own kernels, so their "
-        "log-probs still differ by rounding",
-    )
     rollout_data_transport: str = setting(
         "grpc",
         "Transport of samples' large tensors (routed experts, multimodal inputs) to the trainer: inside the "

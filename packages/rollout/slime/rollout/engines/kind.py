@@ -84,6 +84,8 @@ class EngineKind(abc.ABC):
     needs_gpu: whether it runs on GPUs only; the number of other engines is `--rollout-num-engines`.
     spans_nodes: whether one engine can span several nodes.
     server_flags: names of the `--sglang-NAME` flags that it reads, with underscores; None: all.
+    invariant_kernels: the flags `--sglang-NAME` with which the trainer can compute, on one GPU, what it computes, bit
+    for bit; empty: none.
     own_settings: settings of the run that no other kind reads, each with the flag of the other kinds, "" for none.
     image_models: values of model_type in config.json whose images it reads; None: all that the project supports.
     aborts_before_stop: whether it stops only after its requests have ended.
@@ -101,6 +103,7 @@ class EngineKind(abc.ABC):
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
     server_flags: ClassVar[frozenset[str] | None] = frozenset()
+    invariant_kernels: ClassVar[Mapping[str, Any]] = {}
     own_settings: ClassVar[Mapping[str, str]] = {}
     image_models: ClassVar[frozenset[str] | None] = None
     aborts_before_stop: ClassVar[bool] = False

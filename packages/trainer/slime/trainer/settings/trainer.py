@@ -47,6 +47,13 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
         "where that takes at most half of a GPU in bfloat16, reference and teacher counted (a quarter beside a critic)",
         choices=("auto", "optimizer", "parameters"),
     )
+    true_on_policy_mode: bool = setting(
+        False,
+        "Train only on samples of the weights that are updated: one optimizer update per iteration, and a weight "
+        "update after each; conflicting flags are an error. On a Hopper GPU, --train-backend fsdp then computes dense "
+        "Llama, Qwen2 and Qwen3 models with SGLang's deterministic kernels, so that log-probs are the engine's bit for "
+        "bit; elsewhere they differ by rounding",
+    )
     activation_memory_budget: float = setting(
         1.0,
         "Share of its activations that a compiled layer keeps for the backward pass; it recomputes the rest, the "
@@ -242,7 +249,7 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
             lr_decay_iters=None if decay is None else decay + self.critic_only_updates,
             only_train_params_name_list=None, freeze_params_name_list=None, enable_mtp_training=False,
             custom_megatron_init_path=None, custom_megatron_before_log_prob_hook_path=None,
-            custom_megatron_before_train_step_hook_path=None, compile=False,
+            custom_megatron_before_train_step_hook_path=None, compile=False, true_on_policy_mode=False,
         )  # fmt: skip
 
     @property

@@ -31,6 +31,7 @@ class SGLang(EngineKind):
     needs_gpu = True
     spans_nodes = True
     server_flags = None
+    invariant_kernels = {"enable_deterministic_inference": True, "attention_backend": "fa3"}
     own_settings = {"rollout_num_gpus_per_engine": ""}
     image_models = frozenset({"qwen2_vl", "qwen2_5_vl"})
     aborts_before_stop = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,10 @@ from slime.trainer.backends.fsdp import routing
 from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
+from slime.trainer.backends.fsdp.on_policy import EngineForward, check_family
 from slime.trainer.backends.fsdp.optimizer import AdamWStep, PolicyOptimizer
 from slime.trainer.backends.fsdp.passes import Passes
+from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.snapshots import Snapshots, local
@@ -69,7 +72,8 @@ class FsdpBackend(Backend):
         self.config = policy.config
         self.vision = vision_of(policy.config.to_dict())
         self.num_parameters = sum(p.numel() for p in policy.parameters())
-        if settings.gradient_checkpointing:
+        self._engine = self._engine_forward(policy.config)
+        if settings.gradient_checkpointing and self._engine is None:
             loading.enable_recomputation(policy)
         self._routing = self._attach_routing(policy)
         # Replayed experts change with each row, and compiled layers do not see that.
@@ -77,11 +81,15 @@ class FsdpBackend(Backend):
         self._compiler = Compiler(settings.activation_memory_budget) if compiles else None
         bf16_copy = self._keeps_weights_whole()
         self._cut = ranks.world_size > 1 and not bf16_copy
+        if self._cut and self._engine is not None:
+            raise InvalidSetting.requires(
+                "--true-on-policy-mode", "--fsdp-sharding optimizer", "a layer's weights are needed outside of its turn"
+            )
         self.policy = self._place(policy)
         self._master = MasterWeights(self.policy, ranks.rank, ranks.world_size) if bf16_copy else None
         self.snapshots = Snapshots([self.policy])
         self.row_multiple = settings.data_pad_size_multiplier
-        self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config)
+        self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config) or self._engine is not None
         self.reference: nn.Module | None = None
         if settings.needs_reference and self._has_references:
             self.reference = self._load_compared(settings.ref_load or settings.hf_checkpoint, "--ref-load")
@@ -96,12 +104,26 @@ class FsdpBackend(Backend):
             self.teacher = self._load_compared(settings.opd_teacher_load, "--opd-teacher-load")
         self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
         cut_over = ranks.world_size if self._cut else 1
-        self._passes = self._passes_class(settings, device, cut_over, self._master, self._compiler)
+        self._passes = self._passes_class(settings, device, cut_over, self._master, self._compiler, self._engine)
         self.memory_stays(not settings.offloads_train)
         in_checkpoints = self.policy.state_dict().keys()
         self._persistent_buffers = [name for name, _ in self.policy.named_buffers() if name in in_checkpoints]
         self.updates = 0
         self.replica, self.replicas, self.leads_replica = ranks.rank, ranks.world_size, True
+
+    def _engine_forward(self, config: Any) -> EngineForward | None:
+        """Returns the engine's arithmetic for --true-on-policy-mode; None where engine and trainer differ by rounding.
+
+        Raises NotAvailable for a model, or an SGLang, that lacks it.
+        """
+        if not self.settings.true_on_policy_mode:
+            return None
+        if self.device.type != "cuda" or not self.settings.bf16:
+            log.info("--true-on-policy-mode: log-probs differ from the engine's by rounding, on a CPU and in float32")
+            return None
+        check_family(config)
+        log.info("--true-on-policy-mode: log-probs are computed with SGLang's deterministic kernels")
+        return EngineForward(SglangKernels(config, self.device))
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
         """Loads the model to train; returns it and the flag that named its directory."""
@@ -170,6 +192,8 @@ class FsdpBackend(Backend):
         if self._compiler is not None:
             # Compiled before it is sharded, so that FSDP2's hooks stay outside.
             self._compiler.layers(loading.decoder_layers(model), lengths_vary)
+        if self._engine is not None:
+            self._engine.attach(model)
         if self._cut:
             return loading.shard(model, self.device.type, self.ranks.world_size, bf16=bool(self.settings.bf16))
         return model

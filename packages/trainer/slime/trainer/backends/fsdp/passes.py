@@ -20,6 +20,7 @@ from slime.trainer.algorithms.nucleus import nucleus_log_probs
 from slime.trainer.backends.base import LossFunction, MaybeBatch, Outputs
 from slime.trainer.backends.fsdp.compilation import COMPILE_ERRORS, Compiler
 from slime.trainer.backends.fsdp.master import MasterWeights
+from slime.trainer.backends.fsdp.on_policy import EngineForward
 from slime.trainer.backends.fsdp.rows import StaticRows, gradients_of
 from slime.trainer.backends.routing import RoutingReplay
 from slime.trainer.backends.shared_attention import fuse
@@ -34,7 +35,8 @@ class Passes:
     """Runs models over rows, with the outputs of a policy.
 
     world_size: ranks that the models are cut over; 1 where each rank has them whole. master: the float32 weights of the
-    policy, which take its gradients; None where its own parameters do. compiler: None runs everything as it is.
+    policy, which take its gradients; None where its own parameters do. compiler: None runs everything as it is. engine:
+    computes the layers, and log-probs too.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Passes:
         world_size: int,
         master: MasterWeights | None,
         compiler: Compiler | None,
+        engine: EngineForward | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
         self._world_size = world_size
         self._master = master
         self._compiler = compiler
+        self._engine = engine
         self._fused: FusedLogProbs | None = None
         self.rows: StaticRows | None = None
         if compiler is not None:
@@ -84,7 +88,8 @@ class Passes:
 
     def _fuses(self, batch: PackedBatch) -> bool:
         """Tells whether log-probs and entropies come from one reading of the logits: compiled, over all tokens."""
-        return self._compiler is not None and not self._compiler.failed and batch.nuclei is None
+        compiled = self._compiler is not None and not self._compiler.failed
+        return compiled and batch.nuclei is None and self._engine is None
 
     def _fused_outputs(self, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns log-probs and entropies, [U]."""
@@ -97,7 +102,8 @@ class Passes:
         """Returns log-probs of a row and, unless `entropy` is "none", its entropies, from logits [U, V]."""
         temperature, chunk = self.settings.rollout_temperature, self.settings.log_probs_chunk_size
         if batch.nuclei is None:
-            log_probs = batch.scatter(token_log_probs(logits, batch.targets, temperature, chunk))
+            found = self._engine.token_log_probs if self._engine is not None else token_log_probs
+            log_probs = batch.scatter(found(logits, batch.targets, temperature, chunk))
         else:
             log_probs = batch.scatter(nucleus_log_probs(logits, batch.nuclei, temperature))
         if entropy == "none":
