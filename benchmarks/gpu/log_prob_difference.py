@@ -2,11 +2,10 @@
 
     python benchmarks/gpu/log_prob_difference.py --hf-checkpoint DIR [--rollouts 20] [--tokens 256] [--output FILE.json]
 
-DIR: a dense Llama, Qwen2 or Qwen3 in bfloat16, with heads that FlashAttention 3 takes. Engines, all on one GPU: as it
-comes, and with --enable-deterministic-inference. Trainers: fsdp compiled, fsdp eager, and fsdp with
---true-on-policy-mode, which has the engine's own kernels. A rollout has 32 samples at T=1 after random prompts, in
-groups of four; between rollouts the weights stay. Seconds are medians: of a rollout, of a forward pass over it, and of
-a forward and a backward pass.
+DIR: a dense Llama or Qwen3 in bfloat16, with heads of 128 elements. Engines, all on one GPU: as it comes, and with
+--enable-deterministic-inference. Trainers: fsdp compiled, fsdp eager, and fsdp with --true-on-policy-mode, which has
+the engine's own kernels. A rollout has 32 samples at T=1 after random prompts, in groups of four; between rollouts the
+weights stay. Seconds are medians: of a rollout, of a forward pass over it, and of a forward and a backward pass.
 """
 
 from __future__ import annotations

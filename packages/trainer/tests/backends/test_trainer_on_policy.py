@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from trainer_tiny import VOCAB, Runner, make_samples, make_settings
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from slime.trainer.algorithms.logprobs import token_log_probs
 from slime.trainer.backends.attention import attend
 from slime.trainer.backends.base import Outputs
 from slime.trainer.backends.fsdp.on_policy import EngineForward, check_family
+from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.runs import Runs
 from slime.types.errors import NotAvailable
@@ -28,7 +29,6 @@ SHAPE = dict(
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
 }
 
@@ -182,7 +182,7 @@ def test_log_probs_and_their_gradients_do_not_depend_on_the_chunks(
 @pytest.mark.parametrize(
     "values, reason",
     [
-        ({"model_type": "gemma2"}, "its model_type is gemma2, and not one of llama, qwen2, qwen3"),
+        ({"model_type": "gemma2"}, "its model_type is gemma2, and not one of llama, qwen3"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "its layers have windows"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "its rope_type is llama3"),
         ({"hidden_act": "gelu"}, "its hidden_act is gelu"),
@@ -196,6 +196,11 @@ def test_models_with_other_layers_are_refused_by_what_differs(values: dict[str, 
         setattr(config, name, value) if name != "model_type" else object.__setattr__(config, name, value)
     with pytest.raises(NotAvailable, match=reason):
         check_family(config)
+
+
+def test_heads_that_sglang_rounds_differently_while_it_generates_are_refused() -> None:
+    with pytest.raises(NotAvailable, match="--hf-checkpoint.* heads have 64 elements"):
+        SglangKernels(LlamaConfig(**SHAPE, head_dim=64), torch.device("cpu"))
 
 
 def test_on_a_cpu_the_trainer_says_that_log_probs_differ(

@@ -50,9 +50,9 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     true_on_policy_mode: bool = setting(
         False,
         "Train only on samples of the weights that are updated: one optimizer update per iteration, and a weight "
-        "update after each; conflicting flags are an error. On a Hopper GPU, --train-backend fsdp then computes dense "
-        "Llama, Qwen2 and Qwen3 models with SGLang's deterministic kernels, so that log-probs are the engine's bit for "
-        "bit; elsewhere they differ by rounding",
+        "update after each; conflicting flags are an error. On a Hopper GPU, --train-backend fsdp then computes a "
+        "dense Qwen3 or Llama with heads of 128 by SGLang's deterministic kernels, so that log-probs are the engine's "
+        "bit for bit; elsewhere they differ by rounding",
     )
     activation_memory_budget: float = setting(
         1.0,

@@ -21,7 +21,7 @@ from slime.trainer.batching.runs import Runs
 from slime.types.errors import NotAvailable
 
 # Models whose layers the kernels below make up: attention with or without norms of its heads, and a gated SiLU.
-FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+FAMILIES = frozenset({"llama", "qwen3"})
 # Float32 logits at a time.
 _CHUNK = 1 << 26
 

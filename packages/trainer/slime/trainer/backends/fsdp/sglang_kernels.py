@@ -7,7 +7,6 @@ Residuals are added in float32 and kept in bfloat16; a norm reads the sum before
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import Any
 
 import torch
@@ -16,16 +15,23 @@ from torch import Tensor
 from slime.trainer.batching.runs import Runs
 from slime.types.errors import NotAvailable
 
-log = logging.getLogger(__name__)
+# FlashAttention 3 adds up keys by blocks of 128 where it reads a prompt, and where it generates, of other sizes but for
+# heads of this width.
+_WIDTH = 128
 
 
 class SglangKernels:
-    """Raises NotAvailable where SGLang is not installed, or is a release that has these kernels elsewhere."""
+    """Raises NotAvailable for other heads, without SGLang, and for a release of it that has these kernels elsewhere."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         """config: of a dense model in transformers."""
         text = config.get_text_config()
         self._width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if self._width != _WIDTH:
+            reason = (
+                f"its heads have {self._width} elements and not {_WIDTH}: while it generates, SGLang rounds differently"
+            )
+            raise NotAvailable.unavailable("--true-on-policy-mode for this model", reason).at("--hf-checkpoint")
         parameters = getattr(text, "rope_parameters", None) or {}
         self._theta = float(parameters.get("rope_theta") or getattr(text, "rope_theta", 10000.0))
         self._device = device

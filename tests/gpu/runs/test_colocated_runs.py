@@ -1,6 +1,6 @@
 """Whole runs on one GPU that trainer and SGLang share: by `slime train`, by `SlimeRunner`; and `slime doctor` there.
 
-    SLIME_TEST_MODEL=DIR pytest tests/gpu/test_colocated_runs.py
+    SLIME_TEST_MODEL=DIR pytest tests/gpu/runs/test_colocated_runs.py
 
 DIR: a Hugging Face directory of a small model that chats. SLIME_TEST_ATTENTION: see `--sglang-attention-backend`.
 """

@@ -1,6 +1,6 @@
 """A run on two Ray nodes of one host, each with a GPU of its own that a trainer rank and an SGLang engine share.
 
-    SLIME_TEST_MODEL=DIR pytest tests/gpu/test_two_nodes.py
+    SLIME_TEST_MODEL=DIR pytest tests/gpu/runs/test_two_nodes.py
 
 DIR: a Hugging Face directory of a small model that chats. SLIME_TEST_ATTENTION: see `--sglang-attention-backend`.
 """
