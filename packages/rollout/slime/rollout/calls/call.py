@@ -33,13 +33,15 @@ class RolloutCall:
         self.reward_seconds = 0.0
         # Sums since the call began, for a call that runs until it is cancelled.
         self.metrics: dict[str, float] = {}
-        self._on_progress = on_progress or (lambda done, total: None)
+        self._on_progress = on_progress
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._lock = threading.Lock()
 
     def advance(self, by: int = 1) -> None:
         self.done += by
-        self._on_progress(self.done, self.total)
+        on_progress = self._on_progress
+        if on_progress is not None:
+            on_progress(self.done, self.total)
 
     def attach(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
@@ -53,7 +55,11 @@ class RolloutCall:
             self._futures.discard(future)
 
     def cancel(self) -> None:
+        """Cancels what still runs, and tells no more progress."""
         self.cancelled.set()
+        # A timer that was cancelled, such as the deadline of a request, may stay in its event loop until its time has
+        # come, hours later. Its context has this call, which must not keep the job with all samples alive.
+        self._on_progress = None
         with self._lock:
             futures = list(self._futures)
         for future in futures:
