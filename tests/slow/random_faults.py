@@ -184,7 +184,7 @@ class Run:
             if victim == "engine":
                 found = [process for process in each if ENGINE in command_line(process)]
             else:
-                found = services(each, self.directory / "logs" / f"{victim}.log")
+                found = services(each, self.directory.resolve() / "logs" / f"{victim}.log")
             return found[0] if found else None
         return None
 

@@ -1,7 +1,8 @@
-"""Runs for hours under random kills, and records the memory of each process as a curve.
+"""Runs for hours under random kills, or left alone, and records the memory of each process as a curve.
 
     python tests/slow/soak.py --hours 2 --output soak
     python tests/slow/soak.py --hours 0.13 --warm-up 90 --seconds-between 30
+    python tests/slow/soak.py --hours 0.35 --left-alone
 
 Writes OUTPUT/memory.csv (seconds, process, MiB), OUTPUT/memory.png and OUTPUT/report.md. The exit code is 1 where the
 run ended, hung, or where the memory of a process grew by more than --most-growth per hour.
@@ -109,6 +110,7 @@ def main() -> int:
         "--warm-up", type=float, default=300.0, help="Seconds in which a process grows to what its work needs"
     )
     parser.add_argument("--most-growth", type=float, default=50.0, help="MiB an hour that a process may grow")
+    parser.add_argument("--left-alone", action="store_true", help="Send no signals, so that all processes live long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("soak"))
     options = parser.parse_args()
@@ -129,18 +131,15 @@ def main() -> int:
         memory, began = Memory(run), time.monotonic()
         try:
             while time.monotonic() - began < 3600.0 * options.hours and not run.ended:
-                time.sleep(choose.expovariate(1.0 / options.seconds_between))
-                victim, number = choose.choice(VICTIMS), choose.choice(SIGNALS)
+                if not options.left_alone:
+                    time.sleep(choose.expovariate(1.0 / options.seconds_between))
                 steps = run.steps
-                took = run.strike(victim, number)
-                if took is None:
+                if not options.left_alone and not strike(run, choose, seconds, began):
                     continue
-                print(f"{time.monotonic() - began:7.0f} s {number.name} {victim}: back after {took:.1f} s", flush=True)
-                seconds.setdefault(victim, []).append(took)
-                struck = time.monotonic()
+                waits_since = time.monotonic()
                 while run.steps == steps and not run.ended:
-                    if time.monotonic() - struck > HANG_SECONDS:
-                        raise TimeoutError(f"no step within {HANG_SECONDS:.0f} s after {victim} was back")
+                    if time.monotonic() - waits_since > HANG_SECONDS:
+                        raise TimeoutError(f"no step within {HANG_SECONDS:.0f} s")
                     time.sleep(0.2)
         except TimeoutError as error:
             problem = str(error)
@@ -158,6 +157,17 @@ def main() -> int:
     return 1 if problem or grown else 0
 
 
+def strike(run: Run, choose: random.Random, seconds: dict[str, list[float]], began: float) -> bool:
+    """Kills or stops a random process, and adds to `seconds` how long it was away; False where the run has ended."""
+    victim, number = choose.choice(VICTIMS), choose.choice(SIGNALS)
+    took = run.strike(victim, number)
+    if took is None:
+        return False
+    print(f"{time.monotonic() - began:7.0f} s {number.name} {victim}: back after {took:.1f} s", flush=True)
+    seconds.setdefault(victim, []).append(took)
+    return True
+
+
 def report(
     options: argparse.Namespace,
     curves: dict[str, list[Point]],
@@ -172,8 +182,9 @@ def report(
     """
     slopes = {name: slope for name, curve in curves.items() if (slope := growth(curve, options.warm_up)) is not None}
     grown = {name: slope for name, slope in slopes.items() if slope > options.most_growth}
+    how = "left alone" if options.left_alone else f"under random kills (seed {options.seed})"
     lines = [
-        f"# {lasted / 3600:.2f} hours under random kills (seed {options.seed})",
+        f"# {lasted / 3600:.2f} hours {how}",
         "",
         f"{steps} iterations, {sum(map(len, seconds.values()))} faults. {problem or 'The run went on to the end.'} "
         f"Load average at the end {os.getloadavg()[2]:.1f} on {os.cpu_count()} cores, {date.today()}.",
