@@ -16,6 +16,11 @@ from slime.types import Sample, TokenSpan
 from slime.types.codec import sample_from_proto, sample_to_proto
 from slime.types.errors import InvalidField
 from slime.types.sample.validate import (
+    LEAST_LOG_PROB,
+    LOG_PROB_ROUNDING,
+    check_log_probs,
+    check_mask,
+    check_token_ids,
     validate_finished,
     validate_sample,
     validate_samples,
@@ -219,3 +224,27 @@ def test_an_impossible_shape_is_refused(shape: list[int]) -> None:
     tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=shape, inline=data)
     with pytest.raises(InvalidField, match=r"tokens\.shape"):
         sample_from_proto(sample_pb2.Sample(tokens=tensor))
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(["tokens", "loss_mask", "rollout_log_probs"]), st.booleans())
+def test_an_array_is_refused_at_its_first_value_out_of_range(data: st.DataObject, name: str, strided: bool) -> None:
+    elements, check, is_valid = {
+        "tokens": (hnp.from_dtype(np.dtype(np.int32)) | st.just(0), check_token_ids, lambda value: value >= 0),
+        "loss_mask": (st.sampled_from([0, 1, 2, 255]), check_mask, lambda value: value <= 1),
+        "rollout_log_probs": (
+            st.floats(width=32) | st.sampled_from([0.0, -1e6, -0.5, np.float32(1e-4).item(), math.nan]),
+            check_log_probs,
+            lambda value: LEAST_LOG_PROB <= value <= LOG_PROB_ROUNDING,
+        ),
+    }[name]
+    array = data.draw(hnp.arrays(Sample.array_fields[name].dtype, st.integers(1, 12), elements=elements))
+    if strided:
+        array = np.repeat(array, 2)[::2]
+    wrong = [position for position, value in enumerate(array.tolist()) if not is_valid(value)]
+    if not wrong:
+        check(name, array)
+        return
+    with pytest.raises(InvalidField) as raised:
+        check(name, array)
+    assert raised.value.field in (name, f"{name}[{wrong[0]}]")

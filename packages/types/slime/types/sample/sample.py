@@ -121,7 +121,7 @@ class Sample:
     def effective_response_length(self) -> int:
         """Number of response tokens that are trained on."""
         mask = self.array("loss_mask")
-        return self.response_length if mask is None else int(mask.sum(dtype=np.int64))
+        return self.response_length if mask is None else int(np.count_nonzero(mask))
 
     def get_reward_value(self, args: Any) -> float:
         """Returns `reward`, or its entry `args.reward_key` if that is set."""

@@ -62,11 +62,13 @@ def validate_sample(sample: Sample) -> None:
     total = len(sample.array("tokens"))
     if length > total:
         raise _length("response_length", length, f"at most {total} (the length of tokens)")
+    values = vars(sample)
     for name, declared in sample.array_fields.items():
-        array = sample.array(name)
-        if array is not None:
-            _check_array(name, array, declared, total, length)
-    _check_nucleus(sample)
+        # Most are None: a call for each would take longer than the rest.
+        if values[name] is not None:
+            _check_array(name, sample.array(name), declared, total, length)
+    if values["rollout_top_p_token_ids"] is not None or values["rollout_top_p_token_offsets"] is not None:
+        _check_nucleus(sample)
     end = 0
     for position, span in enumerate(sample.spans):
         if not end <= span.start <= span.end <= length:
@@ -77,12 +79,11 @@ def validate_sample(sample: Sample) -> None:
             _check_version(f"spans[{position}].weight_version", span.weight_version)
     for position, version in enumerate(sample.weight_versions):
         _check_version(f"weight_versions[{position}]", version)
-    values = vars(sample)
     declared_names = sample.__dataclass_fields__.keys()
     own = () if len(values) == len(declared_names) else values.keys() - declared_names
     for name in (*JSON_FIELDS, *own):
         value = values[name]
-        # Most are text, nothing or empty: a call for each would take longer than the rest.
+        # Most are text, nothing or empty.
         if value and type(value) is not str:
             check_finite(name, value)
     for name in ("spec_info", "prefix_cache_info"):
@@ -182,6 +183,8 @@ def _check_version(field: str, version: Any) -> None:
 
 
 def _check_reward(reward: Any) -> None:
+    if type(reward) is float and -MAX_REWARD <= reward <= MAX_REWARD:
+        return  # by far the most rewards
     expected = "a finite number"
     if not isinstance(reward, (numbers.Real, np.bool_, dict)):
         raise InvalidField("reward", reward, f"{expected}, or a dict of them")
@@ -213,20 +216,20 @@ def _check_array(name: str, array: np.ndarray, declared: ArrayField, length: int
 
 
 def check_token_ids(field: str, ids: np.ndarray) -> None:
-    # The ufuncs: the methods of an array call them through Python.
-    if np.minimum.reduce(ids, axis=None) < 0:
+    # The place of the least is found several times faster than the least itself: no ufunc has to be set up.
+    if ids.item(ids.argmin()) < 0:
         position = int(np.argmax(np.asarray(ids) < 0))
         raise InvalidField(f"{field}[{position}]", int(ids[position]), "a token id, at least 0")
 
 
 def check_mask(field: str, mask: np.ndarray) -> None:
-    if np.maximum.reduce(mask, axis=None) > 1:
+    if mask.item(mask.argmax()) > 1:
         raise InvalidField(field, int(mask.max()), "0 or 1 for each token")
 
 
 def check_log_probs(field: str, log_probs: np.ndarray) -> None:
     # The least and the largest of an array with a NaN are NaN, which fails both comparisons.
-    least, largest = np.minimum.reduce(log_probs, axis=None), np.maximum.reduce(log_probs, axis=None)
+    least, largest = log_probs.item(log_probs.argmin()), log_probs.item(log_probs.argmax())
     if least >= LEAST_LOG_PROB and largest <= LOG_PROB_ROUNDING:
         return
     values = np.asarray(log_probs)
@@ -243,8 +246,6 @@ def _no_response(sample: Sample) -> str:
 
 def _check_nucleus(sample: Sample) -> None:
     ids, offsets = sample.array("rollout_top_p_token_ids"), sample.array("rollout_top_p_token_offsets")
-    if ids is None and offsets is None:
-        return
     if ids is None or offsets is None:
         missing = "rollout_top_p_token_ids" if ids is None else "rollout_top_p_token_offsets"
         raise InvalidField(missing, None, "an array, as the other of the two rollout_top_p fields is given")
