@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,41 @@ def test_a_payload_is_whole_although_writes_and_reads_are_partial(
         assert payloads.read(name, ranges[::-1]) == parts[::-1]
         with pytest.raises(DataLoss, match="cut short"):
             payloads.read(name, [(end, 1)])
+
+
+def test_ranges_that_follow_each_other_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads = FilePayloads(tmp_path)
+    name = payloads.write(0, [b"first", b"second", b"third"])
+    reads: list[tuple[int, int]] = []
+    pread = os.pread
+
+    def record(descriptor: int, length: int, offset: int) -> bytes:
+        reads.append((offset, length))
+        return pread(descriptor, length, offset)
+
+    monkeypatch.setattr(os, "pread", record)
+    assert payloads.read(name, [(0, 5), (5, 6), (11, 5), (5, 6)]) == [b"first", b"second", b"third", b"second"]
+    assert reads == [(0, 16), (5, 6)]
+    assert payloads.read(name, []) == []
+
+
+def test_files_are_flushed_at_the_same_time_and_one_that_fails_fails_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payloads = FilePayloads(tmp_path, fsync=True)
+    names = [payloads.write(index, [b"samples"]) for index in range(3)]
+    # Three files, their directory, and the one above it.
+    together = threading.Barrier(5, timeout=60)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: together.wait())
+    payloads.flush(names)
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(names[1]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutOfSpace, match="3 groups: no space for 21 bytes"):
+        payloads.flush(names)
 
 
 def test_a_disk_that_fills_up_in_the_middle_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

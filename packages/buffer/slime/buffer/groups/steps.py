@@ -27,7 +27,7 @@ from slime.v1 import buffer_pb2
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 4 << 20
+READ_BYTES = 1 << 20
 # More steps than any run has, and far below the limit of 64 bits.
 MAX_STEP = 10**12
 
