@@ -36,10 +36,9 @@ from slime.buffer.service import serve_buffer
 from slime.buffer.settings import BufferSettings
 from slime.types import Sample
 from slime.types.clients import BufferClient
-from slime.types.codec import decode_sample, encode_sample
+from slime.types.codec import decode_sample, encode_sample, sample_from_proto
 from slime.types.errors import InvalidField
 from slime.types.rpc import RpcSettings
-from slime.types.wire.fields import validate_wire_types
 from slime.v1 import sample_pb2, tensor_pb2
 
 assert Path(slime.types.codec.__file__).is_relative_to(Path.cwd()), "the copy is what is tested"
@@ -67,7 +66,7 @@ with pytest.raises(InvalidField, match="rollout_entropies"):
 wrong = sample_pb2.Sample()
 wrong.rollout_entropies.dtype = tensor_pb2.DATA_TYPE_INT32
 with pytest.raises(InvalidField, match="rollout_entropies.dtype"):
-    validate_wire_types(wrong)
+    sample_from_proto(wrong, check_types=True)
 
 with serve_buffer(Buffer(BufferSettings(n_samples_per_prompt=1)), RpcSettings(insecure=True)) as running:
     with BufferClient(running.address) as buffer:

@@ -22,7 +22,16 @@ from google.protobuf.message import DecodeError
 from slime.types.errors import InvalidField
 from slime.types.sample import FIELD_NAMES, Sample, SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER, STATUS_NUMBERS
-from slime.types.wire.fields import EXTRA, PARTS, FieldsDiffer, Kind, expected_scalars, fields_of, record_types
+from slime.types.wire.fields import (
+    EXTRA,
+    PARTS,
+    FieldsDiffer,
+    Kind,
+    check_wire_type,
+    expected_scalars,
+    fields_of,
+    record_types,
+)
 from slime.types.wire.json_fields import from_json, to_json
 from slime.types.wire.tensor import DATA_TYPES, Resolver, fill_tensor, fill_value, tensor_from_proto, value_from_proto
 from slime.v1 import sample_pb2, tensor_pb2
@@ -265,17 +274,19 @@ _WHERE_SET = tuple((name, write) for name, write in _WRITERS.items() if _UNSET[n
 _WHERE_CHANGED = tuple((name, write, _UNSET[name]) for name, write in _WRITERS.items() if _UNSET[name] is not None)
 
 
-def sample_from_proto(message: sample_pb2.Sample, *, resolve: Resolver | None = None, copy: bool = True) -> Sample:
+def sample_from_proto(
+    message: sample_pb2.Sample, *, resolve: Resolver | None = None, copy: bool = True, check_types: bool = False
+) -> Sample:
     """Converts a message to a sample. Raises InvalidField naming the field that breaks the contract.
 
     resolve: reads the bytes of a BlobReference; without it a reference is an error.
-    copy: see the module's docstring.
+    copy: see the module's docstring. check_types: call `check_wire_type` for arrays of another type than their field's.
     """
     values = _DEFAULTS.copy()
     for descriptor, value in message.ListFields():
         name = _NAMES[descriptor.number]
         if name in _ARRAYS:
-            values[name] = _array(name, value, resolve, copy)
+            values[name] = _array(name, value, resolve, copy, check_types)
         elif name in _DECODERS:
             field, decode = _DECODERS[name]
             decode(values, field, value, resolve)
@@ -290,12 +301,14 @@ def sample_from_proto(message: sample_pb2.Sample, *, resolve: Resolver | None = 
     return sample
 
 
-def _array(name: str, tensor: Any, resolve: Resolver | None, copy: bool) -> np.ndarray:
+def _array(name: str, tensor: Any, resolve: Resolver | None, copy: bool, check_types: bool) -> np.ndarray:
     number, dtype, itemsize = _ARRAYS[name]
     data, shape = tensor.inline, tensor.shape
     if data and tensor.dtype == number and len(shape) == 1 and shape[0] * itemsize == len(data):
         return np.ndarray(shape[0], dtype, bytearray(data) if copy else data)
     # Slow path: another shape or integer type, an empty array, a reference, or an error.
+    if check_types:
+        check_wire_type(name, tensor.dtype)
     return _CONVERT[name](tensor_from_proto(tensor, field=name, resolve=resolve, copy=copy))
 
 

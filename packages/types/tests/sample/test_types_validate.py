@@ -26,7 +26,6 @@ from slime.types.sample.validate import (
     validate_samples,
     version_number,
 )
-from slime.types.wire.fields import validate_wire_types
 from slime.v1 import sample_pb2, tensor_pb2
 
 finite = st.floats(-1e6, 1e6)
@@ -136,8 +135,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Sample], None]]] = {
 def test_a_finished_sample_passes_here_and_behind_the_wire(sample: Sample) -> None:
     validate_finished(sample)
     message = sample_to_proto(sample)
-    validate_wire_types(message)
-    validate_finished(sample_from_proto(message))
+    validate_finished(sample_from_proto(message, check_types=True))
 
 
 @settings(max_examples=150, deadline=None)
@@ -209,7 +207,7 @@ def test_a_kind_of_number_that_would_be_converted_is_refused(name: str, dtype: A
     message = sample_pb2.Sample()
     getattr(message, name).dtype = dtype
     with pytest.raises(InvalidField, match=rf"{name}\.dtype: .* expected {kind} DataType"):
-        validate_wire_types(message)
+        sample_from_proto(message, check_types=True)
 
 
 def test_the_number_of_a_version() -> None:

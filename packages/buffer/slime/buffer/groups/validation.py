@@ -18,7 +18,6 @@ from slime.types.sample.validate import (
     validate_sample,
     validate_samples,
 )
-from slime.types.wire.fields import validate_wire_types
 from slime.v1 import sample_pb2
 
 # Decoding a group with more samples would hold up every other call.
@@ -63,8 +62,7 @@ def check_samples(
     samples: list[Sample] = []
 
     def decode(message: sample_pb2.Sample) -> None:
-        validate_wire_types(message)
-        sample = sample_from_proto(message, copy=False)
+        sample = sample_from_proto(message, copy=False, check_types=True)
         if finished:
             validate_finished(sample, reward_required=rules.reward_required)
             _drop_useless_reward(message, sample)
@@ -100,12 +98,12 @@ def _check_scalar_reward(sample: Sample, rules: CompletionRules) -> None:
 
 def _check_for_the_model(sample: Sample, rules: CompletionRules) -> None:
     tokens = sample.array("tokens")
-    if rules.vocab_size is not None and tokens.size and tokens.max() >= rules.vocab_size:
+    if rules.vocab_size is not None and tokens.size and tokens.item(tokens.argmax()) >= rules.vocab_size:
         position = int(np.argmax(tokens >= rules.vocab_size))
         raise InvalidField(f"tokens[{position}]", int(tokens[position]), f"ids in [0, {rules.vocab_size})")
     if rules.text_only and (sample.multimodal_inputs or sample.multimodal_train_inputs):
         raise InvalidField("multimodal_train_inputs", "given", "nothing: the model of this run reads text only")
-    if not is_untrainable(sample):
+    if rules.nuclei != "any" and not is_untrainable(sample):
         _check_nuclei(sample, rules)
     if rules.log_probs_required and sample.array("rollout_log_probs") is None and not is_untrainable(sample):
         raise InvalidField("rollout_log_probs", None, "the engine's log-probs, which the trainer of this run reads")

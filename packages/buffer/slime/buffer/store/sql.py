@@ -238,7 +238,8 @@ class SqlStore(Store):
 
 
 def _column(name: str, value: Any) -> Any:
-    return json.dumps(value) if name in LISTS else value
+    # Whole numbers: JSON as well, and made several times faster than by `json`.
+    return f"[{', '.join(map(str, value))}]" if name in LISTS else value
 
 
 def _group(row: tuple[Any, ...]) -> Group:

@@ -62,11 +62,12 @@ def validate_sample(sample: Sample) -> None:
     total = len(sample.array("tokens"))
     if length > total:
         raise _length("response_length", length, f"at most {total} (the length of tokens)")
+    # A call for each field that is not set would take longer than the rest.
     values = vars(sample)
     for name, declared in sample.array_fields.items():
-        # Most are None: a call for each would take longer than the rest.
-        if values[name] is not None:
-            _check_array(name, sample.array(name), declared, total, length)
+        array = values[name]
+        if array is not None:
+            _check_array(name, sample.array(name) if isinstance(array, list) else array, declared, total, length)
     if values["rollout_top_p_token_ids"] is not None or values["rollout_top_p_token_offsets"] is not None:
         _check_nucleus(sample)
     end = 0
@@ -83,7 +84,6 @@ def validate_sample(sample: Sample) -> None:
     own = () if len(values) == len(declared_names) else values.keys() - declared_names
     for name in (*JSON_FIELDS, *own):
         value = values[name]
-        # Most are text, nothing or empty.
         if value and type(value) is not str:
             check_finite(name, value)
     for name in ("spec_info", "prefix_cache_info"):

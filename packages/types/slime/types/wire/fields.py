@@ -153,13 +153,13 @@ _WIRE_TYPES = {
 }
 
 
-def validate_wire_types(message: sample_pb2.Sample) -> None:
-    """Raises InvalidField for an array of the wrong kind of number, which decoding would convert if its values fit."""
-    for name, allowed in _WIRE_TYPES.items():
-        if message.HasField(name) and getattr(message, name).dtype not in allowed:  # type: ignore[arg-type]
-            got = getattr(message, name).dtype
-            known = tensor_pb2.DataType.values()
-            kind = "a float" if allowed is _FLOAT_TYPES else "an integer"
-            raise InvalidField(
-                f"{name}.dtype", tensor_pb2.DataType.Name(got) if got in known else got, f"{kind} DataType of slime.v1"
-            )
+def check_wire_type(name: str, got: Any) -> None:
+    """Raises InvalidField if the array `name` has the wrong kind of number, which decoding would convert if its values
+    fit. got: a DataType."""
+    allowed = _WIRE_TYPES[name]
+    if got not in allowed:
+        known = tensor_pb2.DataType.values()
+        kind = "a float" if allowed is _FLOAT_TYPES else "an integer"
+        raise InvalidField(
+            f"{name}.dtype", tensor_pb2.DataType.Name(got) if got in known else got, f"{kind} DataType of slime.v1"
+        )
