@@ -22,10 +22,10 @@ from slime.buffer.streams import Streams
 from slime.buffer.waits import Caller
 from slime.types.blobs import BlobWriter
 from slime.types.clients.buffer_records import chunk_messages
-from slime.types.codec import encode_list
 from slime.types.errors import InvalidField, WrongState, counted
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.types.wire.encoded import encode_list
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 SERVICE_NAME = "slime.v1.BufferService"

@@ -149,6 +149,26 @@ def test_parts_that_make_no_whole_groups_are_refused(client, monkeypatch):
     assert client.complete_groups(groups) == [False] * 3
 
 
+@pytest.mark.stores("sqlite")
+def test_a_wrong_sample_of_a_later_call_is_found_before_the_first(client, monkeypatch):
+    groups = finished(client.lease_groups(4))
+    monkeypatch.setattr(handing_in, "CALL_BYTES", 1)
+    groups[3][1][1].reward = float("nan")
+    with pytest.raises(InvalidField) as raised:
+        client.complete_groups(groups)
+    assert raised.value.field == "groups[3].samples[1].reward"
+    assert client.stats().groups["completed"] == 0
+
+
+@pytest.mark.stores("sqlite")
+def test_a_value_that_cannot_be_encoded_is_named_with_its_group_and_sample(client):
+    groups = finished(client.lease_groups(3))
+    groups[1][1][1].metadata = {"x": object()}
+    with pytest.raises(InvalidField) as raised:
+        client.complete_groups(groups)
+    assert raised.value.field == "groups[1].samples[1].metadata.x"
+
+
 def open_(part):
     """Returns the part without its commit."""
     copy = buffer_pb2.CompleteGroupRequest()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from slime.types.errors import InvalidField
 from slime.types.sample import FIELD_NAMES, Sample, SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER, STATUS_NUMBERS
+from slime.types.wire.encoded import MessagePieces, tag_of, varint
 from slime.types.wire.fields import (
     EXTRA,
     PARTS,
@@ -74,19 +75,28 @@ def encode_sample(sample: Sample) -> bytes:
 
     The fields of an encoded message may stand in any order, so the arrays are appended to the other fields.
     """
+    return sample_pieces(sample).join()
+
+
+def sample_pieces(sample: Sample) -> MessagePieces:
+    """Returns the encoded sample with its arrays as they are, to be joined before they change."""
     message = sample_pb2.Sample()
     values = sample.__dict__
-    array_parts: list[Any] = []
+    pieces: list[Any] = [b""]
+    size = 0
     for name, (number, _, itemsize) in _ARRAYS.items():
         array = values[name]
         if isinstance(array, list):
             array = _CONVERT[name](array)
         if array is not None and _is_plain(name, array):
-            array_parts += (_array_header(name, number, array.size, itemsize), array)
+            header = _array_header(name, number, array.size, itemsize)
+            pieces += (header, array)
+            size += len(header) + array.nbytes
         elif array is not None:
             _fill_array(message, name, array)
     _fill_fields(message, values)
-    return b"".join((message.SerializeToString(), *array_parts))
+    pieces[0] = message.SerializeToString()
+    return MessagePieces(pieces, size + len(pieces[0]))
 
 
 def _is_plain(name: str, array: np.ndarray) -> bool:
@@ -98,27 +108,8 @@ def _is_plain(name: str, array: np.ndarray) -> bool:
 def _array_header(name: str, number: int, size: int, itemsize: int) -> bytes:
     """Returns the encoded `Tensor` field up to the beginning of its bytes."""
     tensor = tensor_pb2.Tensor(dtype=number, shape=[size])  # type: ignore[arg-type]
-    inner = tensor.SerializeToString() + _tag(tensor, "inline") + _varint(size * itemsize)
-    return _tag(sample_pb2.Sample, name) + _varint(len(inner) + size * itemsize) + inner
-
-
-def encode_list(message: Any, name: str, encoded: Iterable[bytes]) -> bytes:
-    """Returns an encoded `message` whose repeated field `name` has these encoded messages."""
-    tag = _tag(message, name)
-    return b"".join(part for each in encoded for part in (tag, _varint(len(each)), each))
-
-
-def _tag(message: Any, name: str) -> bytes:
-    return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    inner = tensor.SerializeToString() + tag_of(tensor, "inline") + varint(size * itemsize)
+    return tag_of(sample_pb2.Sample, name) + varint(len(inner) + size * itemsize) + inner
 
 
 def decode_sample(data: bytes, *, resolve: Resolver | None = None, copy: bool = True) -> Sample:

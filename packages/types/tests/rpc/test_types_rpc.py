@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from slime.types import errors
-from slime.types.clients.buffer_records import chunk_samples
-from slime.types.codec import decode_sample
+from slime.types.clients.buffer_records import chunks
+from slime.types.codec import decode_sample, encode_sample
 from slime.types.rpc import Cancelled, MessageTooLarge, RpcSettings, RunningService, Server, connect
 from slime.types.rpc.channel import RECONNECT_MS
 from slime.types.rpc.retry import Repeatable
@@ -372,9 +372,9 @@ def test_a_call_that_the_server_ends_is_unavailable(servicer: Scripted) -> None:
 
 def test_samples_are_cut_into_messages_in_order() -> None:
     samples = [Sample(index=i, tokens=range(100 if i != 2 else 5000)) for i in range(6)]
-    chunks = list(chunk_samples(samples, max_bytes=1000))
-    assert [[decode_sample(encoded).index for encoded in chunk] for chunk in chunks] == [[0, 1], [2], [3, 4], [5]]
-    assert list(chunk_samples([])) == []
+    messages = list(chunks(map(encode_sample, samples), len, max_bytes=1000))
+    assert [[decode_sample(encoded).index for encoded in each] for each in messages] == [[0, 1], [2], [3, 4], [5]]
+    assert list(chunks([], len, max_bytes=1000)) == []
 
 
 def test_bytes_that_are_no_message_are_the_fault_of_the_caller(address: str) -> None:

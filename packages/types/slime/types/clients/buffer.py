@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from slime.types.blobs import BlobReader, resolver
@@ -155,11 +156,15 @@ class BufferClient(Client):
         Groups of up to 16 MiB together are one call, which stores all of them or none; more are several calls. Raises
         as `complete_group`, naming groups[POSITION]. Repeating it changes nothing for groups that are stored already.
         """
-        for position, (_, samples) in enumerate(groups):
-            with CompletingCall(position, 1, []).naming_groups():
-                validate_samples(samples, partial(validate_finished, reward_required=False))
+        calls = calls_of(groups, self._writer())
+        first = list(islice(calls, 2))
+        if len(first) > 1:
+            # The buffer checks the samples of a call before it stores any of them, but not those of the calls after it.
+            for position, (_, samples) in enumerate(groups):
+                with CompletingCall(position, 1, []).naming_groups():
+                    validate_samples(samples, partial(validate_finished, reward_required=False))
         duplicates: list[bool] = []
-        for call in calls_of(groups, self._writer()):
+        for call in chain(first, calls):
             with call.naming_groups():
                 if call.parts:
                     answer = self._send("CompleteGroups", buffer_pb2.CompleteGroupsResponse, call.messages)

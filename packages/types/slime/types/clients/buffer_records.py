@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from slime.types.clients.base import Writer
-from slime.types.codec import encode_sample
 from slime.types.errors import InvalidField
-from slime.types.sample import Sample, SampleGroup
+from slime.types.sample import SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER
 from slime.types.sample.summary import SampleSummary
 from slime.types.sample.validate import check_finite
@@ -213,11 +212,6 @@ def stats_from_proto(answer: buffer_pb2.GetStatsResponse) -> Stats:
         dataset=answer.dataset,
         damaged_payloads=answer.damaged_payloads,
     )
-
-
-def chunk_samples(samples: Iterable[Sample], max_bytes: int = CHUNK_BYTES) -> Iterator[list[bytes]]:
-    """Yields encoded samples in lists of about `max_bytes`; a larger sample is a list of its own."""
-    yield from chunks(map(encode_sample, samples), len, max_bytes)
 
 
 def chunk_messages(messages: Iterable[M], max_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from slime.types.clients.buffer_records import CHUNK_BYTES, chunk_samples, chunks
-from slime.types.codec import encode_list
+from slime.types.clients.buffer_records import CHUNK_BYTES, chunks
+from slime.types.codec import sample_pieces
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample
+from slime.types.wire.encoded import MessagePieces
 from slime.v1 import buffer_pb2
 
 # Groups of one call together; a larger one is a call of its own.
@@ -24,28 +25,52 @@ def messages_of(header: Message, samples: Sequence[Sample]) -> Iterator[bytes]:
 
     A message costs about a millisecond, so a small group is one message.
     """
+    for message in _pieces_of(header, samples):
+        yield message.join()
+
+
+def _pieces_of(header: Message, samples: Sequence[Sample]) -> Iterator[MessagePieces]:
     request = type(header)
-    message = header.SerializeToString()
-    for number, chunk in enumerate(chunk_samples(samples)):
+    encoded = header.SerializeToString()
+    message = MessagePieces([encoded], len(encoded))
+    for number, chunk in enumerate(chunks(_encoded(samples), _size_of, CHUNK_BYTES)):
         if number:
             yield message
-            message = b""
-        message += encode_list(request, "samples", chunk)
-    yield message + request(commit=True).SerializeToString()  # type: ignore[call-arg]
+            message = MessagePieces([], 0)
+        message.add_list(request, "samples", chunk)
+    commit = request(commit=True).SerializeToString()  # type: ignore[call-arg]
+    yield MessagePieces([*message.pieces, commit], message.size + len(commit))
+
+
+def _encoded(samples: Sequence[Sample]) -> Iterator[MessagePieces]:
+    for position, sample in enumerate(samples):
+        try:
+            yield sample_pieces(sample)
+        except InvalidField as error:
+            field = f"samples[{position}]"
+            raise InvalidField(
+                f"{field}.{error.field}", error.value, error.expected, f"{field}.{error.message}"
+            ) from None
+
+
+def _size_of(message: MessagePieces) -> int:
+    return message.size
 
 
 @dataclass
 class CompletingCall:
-    """A call that completes groups. first: position of its first group; parts: those of all its groups, encoded."""
+    """A call that completes groups. first: position of its first group; parts: those of all its groups."""
 
     first: int
     count: int
-    parts: list[bytes]
+    parts: list[MessagePieces]
 
     def messages(self) -> Iterator[bytes]:
         """Yields encoded CompleteGroupsRequests."""
-        for parts in chunks(self.parts, len, CHUNK_BYTES):
-            yield encode_list(buffer_pb2.CompleteGroupsRequest, "parts", parts)
+        for parts in chunks(self.parts, _size_of, CHUNK_BYTES):
+            message = MessagePieces([], 0)
+            message.add_list(buffer_pb2.CompleteGroupsRequest, "parts", parts)
+            yield message.join()
 
     @contextmanager
     def naming_groups(self) -> Iterator[None]:
@@ -59,18 +84,20 @@ class CompletingCall:
 def calls_of(groups: Sequence[tuple[str, Sequence[Sample]]], writer: buffer_pb2.Writer) -> Iterator[CompletingCall]:
     """Yields the calls that complete groups of (lease token, samples), in order.
 
-    A call with no parts is for one group that is too large to be held in memory twice.
+    A call with no parts is for one group that is too large to be held in memory twice. Raises InvalidField, which names
+    the group and the sample, for a value that cannot be encoded.
     """
     call, size = CompletingCall(0, 0, []), 0
     for position, (token, samples) in enumerate(groups):
-        parts: list[bytes] = []
+        parts: list[MessagePieces] = []
         added = 0
-        for part in messages_of(buffer_pb2.CompleteGroupRequest(writer=writer, lease_token=token), samples):
-            parts.append(part)
-            added += len(part)
-            if added > CALL_BYTES:
-                parts = []
-                break
+        with CompletingCall(position, 1, []).naming_groups():
+            for part in _pieces_of(buffer_pb2.CompleteGroupRequest(writer=writer, lease_token=token), samples):
+                parts.append(part)
+                added += part.size
+                if added > CALL_BYTES:
+                    parts = []
+                    break
         if call.count and (not parts or size + added > CALL_BYTES):
             yield call
             call, size = CompletingCall(position, 0, []), 0
