@@ -11,7 +11,7 @@ from typing import Any, Self
 import grpc
 
 from slime.buffer.buffer import WAITING_CALLS, Buffer
-from slime.buffer.groups.handed_in import read_group, read_groups
+from slime.buffer.groups.handed_in import GroupPart, part_of, parts_of, read_group, read_groups
 from slime.buffer.groups.leases import Leased
 from slime.buffer.groups.prompts import encode_prompt, prompt_of_message
 from slime.buffer.groups.run_lock import WriterId
@@ -25,6 +25,7 @@ from slime.types.clients.buffer_records import chunk_messages
 from slime.types.errors import InvalidField, WrongState, counted
 from slime.types.pace import TrainerPace
 from slime.types.rpc import RpcSettings, RunningService, Server
+from slime.types.rpc.status import takes_bytes
 from slime.types.wire.encoded import encode_list
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
@@ -110,38 +111,36 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
         lost = self.buffer.renew(_writer(request), request.tokens, request.ttl_seconds)
         return buffer_pb2.RenewLeasesResponse(lost_tokens=lost)
 
-    def ReturnGroup(
-        self, requests: Iterator[buffer_pb2.ReturnGroupRequest], context: Any
-    ) -> buffer_pb2.ReturnGroupResponse:
+    # Samples are checked, and stored as the bytes that arrived.
+    @takes_bytes
+    def ReturnGroup(self, requests: Iterator[bytes], context: Any) -> buffer_pb2.ReturnGroupResponse:
         with self._incoming.open(context) as taken:
-            writer, requests = self._begun(requests)
-            self.buffer.give_back(writer, read_group(requests, taken, self._most_bytes))
+            writer, parts = self._begun(part_of(buffer_pb2.ReturnGroupRequest, data) for data in requests)
+            self.buffer.give_back(writer, read_group(parts, taken, self._most_bytes))
         return buffer_pb2.ReturnGroupResponse()
 
-    def CompleteGroup(
-        self, requests: Iterator[buffer_pb2.CompleteGroupRequest], context: Any
-    ) -> buffer_pb2.CompleteGroupResponse:
+    @takes_bytes
+    def CompleteGroup(self, requests: Iterator[bytes], context: Any) -> buffer_pb2.CompleteGroupResponse:
         with self._incoming.open(context) as taken:
-            writer, requests = self._begun(requests)
-            (duplicate,) = self.buffer.complete(writer, [read_group(requests, taken, self._most_bytes)])
+            writer, parts = self._begun(part_of(buffer_pb2.CompleteGroupRequest, data) for data in requests)
+            (duplicate,) = self.buffer.complete(writer, [read_group(parts, taken, self._most_bytes)])
         return buffer_pb2.CompleteGroupResponse(duplicate=duplicate)
 
-    def CompleteGroups(
-        self, requests: Iterator[buffer_pb2.CompleteGroupsRequest], context: Any
-    ) -> buffer_pb2.CompleteGroupsResponse:
+    @takes_bytes
+    def CompleteGroups(self, requests: Iterator[bytes], context: Any) -> buffer_pb2.CompleteGroupsResponse:
         with self._incoming.open(context) as taken:
-            writer, parts = self._begun(part for request in requests for part in request.parts)
+            writer, parts = self._begun(parts_of(requests))
             duplicates = self.buffer.complete(writer, read_groups(parts, taken, self._most_bytes))
         return buffer_pb2.CompleteGroupsResponse(duplicates=duplicates)
 
-    def _begun(self, messages: Iterator[Any]) -> tuple[WriterId, Iterator[Any]]:
-        """Returns the writer in the first message, and all messages. Raises StaleWriter before the others are read."""
-        first = next(messages, None)
+    def _begun(self, parts: Iterator[GroupPart]) -> tuple[WriterId, Iterator[GroupPart]]:
+        """Returns the writer in the first part, and all parts. Raises StaleWriter before the others are read."""
+        first = next(parts, None)
         if first is None:
             return WriterId("", 0), iter(())
-        writer = _writer(first)
+        writer = _writer(first.message)
         self.buffer.run_lock.check(writer)
-        return writer, chain([first], messages)
+        return writer, chain([first], parts)
 
     def RejectGroup(self, request: buffer_pb2.RejectGroupRequest, context: Any) -> buffer_pb2.RejectGroupResponse:
         self.buffer.reject(_writer(request), request.lease_token, _short("reason", request.reason))

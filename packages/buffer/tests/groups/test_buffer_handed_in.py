@@ -12,7 +12,9 @@ from buffer_samples import finish
 from slime.buffer.groups import handed_in
 from slime.buffer.groups.leases import Leases
 from slime.types.clients import handing_in
+from slime.types.codec import encode_sample
 from slime.types.errors import InvalidField, LeaseLost, StaleWriter
+from slime.types.wire.encoded import encode_list
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
 pytestmark = pytest.mark.stores
@@ -147,6 +149,54 @@ def test_parts_that_make_no_whole_groups_are_refused(client, monkeypatch):
     assert client.stats().groups["completed"] == 0
     monkeypatch.undo()
     assert client.complete_groups(groups) == [False] * 3
+
+
+@pytest.mark.stores("sqlite")
+@pytest.mark.parametrize("together", [True, False])
+def test_samples_are_stored_as_the_bytes_that_arrived(connected, tmp_path: Path, together: bool):
+    client = connected(n_samples_per_prompt=2, buffer_dir=str(tmp_path / "buffer"))
+    client.add_prompts(["a"])
+    ((token, samples),) = finished(client.lease_groups(1))
+    # A field that this version does not know, before the others: protobuf would write it after them.
+    newer = b"\xa2\x1f\x03new"
+    sent = [newer + encode_sample(sample) for sample in samples]
+    group = buffer_pb2.CompleteGroupRequest(writer=client._writer(), lease_token=token, commit=True).SerializeToString()
+    group += encode_list(buffer_pb2.CompleteGroupRequest, "samples", sent)
+    name, message = "CompleteGroup", group
+    if together:
+        name, message = "CompleteGroups", encode_list(buffer_pb2.CompleteGroupsRequest, "parts", [group])
+    with grpc.insecure_channel(client.address) as channel:
+        channel.stream_unary(f"/slime.v1.BufferService/{name}")(iter([message]))
+    (file,) = (path for path in tmp_path.glob("buffer/payloads/*/*") if path.is_file())
+    assert file.read_bytes() == b"".join(sent)
+    client.seal_step(0, 1)
+    assert list(client.read_step(0, [0, 1])) == samples
+
+
+@pytest.mark.stores("sqlite")
+def test_a_failed_sample_is_stored_without_its_useless_reward_beside_one_that_is_stored_as_it_arrived(connected):
+    client = connected(n_samples_per_prompt=2)
+    client.add_prompts(["a"])
+    ((token, samples),) = finished(client.lease_groups(1))
+    samples[0].status, samples[0].reward = samples[0].Status.FAILED, float("nan")
+    client.complete_groups([(token, samples)])
+    client.seal_step(0, 1)
+    assert [(each.reward, each.remove_sample) for each in client.read_step(0, [0, 1])] == [(None, True), (1.0, False)]
+
+
+@pytest.mark.stores("sqlite")
+@pytest.mark.parametrize("name", ["CompleteGroups", "CompleteGroup", "ReturnGroup"])
+@pytest.mark.parametrize("broken", [b"\x1a\x05abc", b"\x1a\x02\x5a\x09", b"\x0b"], ids=["cut", "sample", "group"])
+def test_bytes_that_cannot_be_read_are_the_fault_of_the_caller(client, name: str, broken: bytes):
+    message = broken
+    if name == "CompleteGroups":
+        message = encode_list(buffer_pb2.CompleteGroupsRequest, "parts", [broken])
+    with grpc.insecure_channel(client.address) as channel:
+        for data in (message, b"\x0a\x7f"):
+            with pytest.raises(grpc.RpcError) as raised:
+                channel.stream_unary(f"/slime.v1.BufferService/{name}")(iter([data]))
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "request: got bytes that cannot be read" in raised.value.details()
 
 
 @pytest.mark.stores("sqlite")

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from slime.buffer.filters import BufferFilter
@@ -26,6 +27,7 @@ from slime.buffer.waits import COMPLETED, READY
 from slime.types.codec import sample_from_proto, sample_to_proto
 from slime.types.errors import DataLoss, InvalidField, LeaseLost, Unavailable
 from slime.types.pace import TrainerPace
+from slime.types.sample.validate import is_untrainable
 from slime.v1 import sample_pb2
 
 # Longest lease that a worker may ask for: a dead worker's group must come back some day.
@@ -208,7 +210,7 @@ class Leases:
             leased = [self._leased(each.token, ended_by) for each in handed_in]
         # Outside the transaction: it takes long, and others need not wait for it.
         checked = [
-            _checked(group, each.samples, ended_by, self.rules, f"groups[{position}]." if len(handed_in) > 1 else "")
+            _checked(group, each, ended_by, self.rules, f"groups[{position}]." if len(handed_in) > 1 else "")
             for position, (group, each) in enumerate(zip(leased, handed_in, strict=True))
         ]
         columns = [of_group for of_group, _ in checked]
@@ -326,13 +328,13 @@ class Leases:
 
 
 def _checked(
-    group: Group | None, messages: Sequence[sample_pb2.Sample], ended_by: str, rules: CompletionRules, prefix: str
-) -> tuple[dict[str, Any], list[bytes]]:
+    group: Group | None, handed_in: HandedIn, ended_by: str, rules: CompletionRules, prefix: str
+) -> tuple[dict[str, Any], list[bytes | memoryview]]:
     """Checks what is handed in for a group; returns columns of its row and the encoded samples.
 
     Both are empty where there is nothing to store. prefix: of the fields that errors name. Raises InvalidField.
     """
-    finished = ended_by == "complete"
+    finished, messages = ended_by == "complete", handed_in.samples
     if group is None or not (messages or finished):
         return {}, []
     try:
@@ -342,7 +344,11 @@ def _checked(
             raise
         field, message = f"{prefix}{error.field}", f"{prefix}{error.message}"
         raise InvalidField(field, error.value, error.expected, message) from None
-    parts = [message.SerializeToString() for message in messages]
+    # The check may have changed samples that are never trained on.
+    parts = [
+        message.SerializeToString() if encoded is None or is_untrainable(sample) else encoded
+        for message, sample, encoded in zip_longest(messages, samples, handed_in.encoded)
+    ]
     columns: dict[str, Any] = {
         "sizes": [len(part) for part in parts],
         "checksums": [zlib.crc32(part) for part in parts],

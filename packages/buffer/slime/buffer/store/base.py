@@ -228,7 +228,7 @@ class Payloads(ABC):
     lost_and_found: str
 
     @abstractmethod
-    def write(self, group_index: int, parts: Sequence[bytes]) -> str:
+    def write(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
         """Stores the concatenation of `parts`; returns its name. Raises OutOfSpace, and leaves nothing behind then."""
 
     def flush(self, names: Collection[str]) -> None:  # noqa: B027

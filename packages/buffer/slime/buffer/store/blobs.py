@@ -59,7 +59,7 @@ class FilePayloads(Payloads):
                 field="buffer_dir", value=str(directory), expected="a directory",
             ) from None  # fmt: skip
 
-    def write(self, group_index: int, parts: Sequence[bytes]) -> str:
+    def write(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
         name = payload_name(group_index)
         path = self._path(name)
         partial = path + ".part"
@@ -195,7 +195,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write(descriptor: int, parts: Sequence[bytes]) -> None:
+def _write(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
     """Writes the concatenation of `parts`, without a copy of it."""
     left: list[bytes | memoryview] = list(parts)
     while left:

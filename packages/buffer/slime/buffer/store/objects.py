@@ -59,7 +59,7 @@ class ObjectPayloads(Payloads):
                 field=PAYLOADS, value=url, expected=expected,
             ) from error  # fmt: skip
 
-    def write(self, group_index: int, parts: Sequence[bytes]) -> str:
+    def write(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
         name = payload_name(group_index)
         with self._errors(name):
             self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(parts))

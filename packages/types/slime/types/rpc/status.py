@@ -7,7 +7,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -29,7 +29,9 @@ from slime.v1 import error_pb2
 
 log = logging.getLogger(__name__)
 
+F = TypeVar("F", bound=Callable[..., Any])
 METADATA_KEY = "slime-error-bin"
+TAKES_BYTES = "takes_bytes"
 # All of a call's trailing metadata, base64 and escapes included, has to fit into the 8 KiB that clients accept.
 LONGEST_MESSAGE = 2500
 LONGEST_STATUS = 400
@@ -130,7 +132,8 @@ class ErrorsToStatus(grpc.ServerInterceptor):
     """Turns exceptions of a servicer into statuses: a SlimeError into its own, any other exception into RemoteError.
 
     The traceback of an unexpected exception goes to the log; the client gets only the line in a plug-in, if any.
-    A servicer may answer with the bytes of a message in place of the message, which are sent as they are.
+    A servicer may answer with the bytes of a message in place of the message, which are sent as they are. A method
+    with `@takes_bytes` gets the bytes of its requests in place of the messages, and raises `unreadable` itself.
     """
 
     def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
@@ -141,9 +144,19 @@ class ErrorsToStatus(grpc.ServerInterceptor):
         wrap = _streaming if handler.response_streaming else _unary
         return make(
             wrap(_with_readable(behavior, handler.request_streaming), details.method),
-            request_deserializer=_reader(handler.request_deserializer),
+            request_deserializer=None if hasattr(behavior, TAKES_BYTES) else _reader(handler.request_deserializer),
             response_serializer=_writer(handler.response_serializer),
         )
+
+
+def takes_bytes(method: F) -> F:
+    """Marks a method of a servicer that gets its requests as bytes."""
+    setattr(method, TAKES_BYTES, True)
+    return method
+
+
+def unreadable(error: Exception) -> InvalidField:
+    return InvalidField("request", f"bytes that cannot be read ({error})", "a message of slime.v1")
 
 
 class _Unreadable:
@@ -172,7 +185,7 @@ def _with_readable(behavior: Callable[..., Any], request_streaming: bool) -> Cal
 
     def readable(request: Any) -> Any:
         if isinstance(request, _Unreadable):
-            raise InvalidField("request", f"bytes that cannot be read ({request.error})", "a message of slime.v1")
+            raise unreadable(request.error)
         return request
 
     if request_streaming:
