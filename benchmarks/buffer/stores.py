@@ -96,7 +96,8 @@ def schema(url: str) -> Iterator[str]:
 
 
 @contextmanager
-def buffer(flags: list[str], samples: int, durability: str) -> Iterator[BufferClient]:
+def buffer(flags: list[str], samples: int, durability: str) -> Iterator[tuple[BufferClient, int]]:
+    """Starts a buffer; yields a client that has opened its run, and the id of its process."""
     words = ["--release-committed", "--buffer-durability", durability, "--n-samples-per-prompt", str(samples)]
     command = [sys.executable, "-m", "slime.buffer.cli", "serve", *flags, *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -107,7 +108,7 @@ def buffer(flags: list[str], samples: int, durability: str) -> Iterator[BufferCl
             sys.exit(f"slime-buffer serve {' '.join(flags)} did not start")
         with BufferClient(started[2], settings=SETTINGS) as client:
             client.open_run("benchmark")
-            yield client
+            yield client, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -189,7 +190,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
                 flags += ["--buffer-dir", str(directory / name.replace(" ", ""))]
             if name.endswith("s3"):
                 flags += ["--buffer-payloads", f"{s3}/benchmark-{secrets.token_hex(4)}"]
-            clients[name] = stack.enter_context(buffer(flags, options.samples, options.durability))
+            clients[name], _ = stack.enter_context(buffer(flags, options.samples, options.durability))
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in STORES}
         # The first turn opens connections and files.
         for step in range(options.repeats + 1):
