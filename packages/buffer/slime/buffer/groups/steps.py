@@ -27,6 +27,7 @@ from slime.v1 import buffer_pb2
 
 log = logging.getLogger(__name__)
 
+# Memory for messages of this size is used again; for larger ones it comes fresh from the system each time.
 READ_BYTES = 1 << 20
 # More steps than any run has, and far below the limit of 64 bits.
 MAX_STEP = 10**12
@@ -275,7 +276,7 @@ class Steps:
         self.store.put("committed_step", min(last_step, self.committed_step()))
 
     def read(self, step: int, positions: Sequence[int]) -> Iterator[list[bytes]]:
-        """Returns encoded samples at `positions` of the step's summaries, in that order, in lists of about 4 MiB.
+        """Returns encoded samples at `positions` of the step's summaries, in that order, in lists of about 1 MiB.
 
         Raises what `places` raises, when it is called.
         """
