@@ -66,8 +66,10 @@ def validate_sample(sample: Sample) -> None:
     values = vars(sample)
     for name, declared in sample.array_fields.items():
         array = values[name]
+        if isinstance(array, list):
+            array = sample.array(name)
         if array is not None:
-            _check_array(name, sample.array(name) if isinstance(array, list) else array, declared, total, length)
+            _check_array(name, array, declared, total, length)
     if values["rollout_top_p_token_ids"] is not None or values["rollout_top_p_token_offsets"] is not None:
         _check_nucleus(sample)
     end = 0
