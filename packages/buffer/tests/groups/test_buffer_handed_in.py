@@ -41,6 +41,15 @@ def test_groups_are_completed_in_one_call_and_a_second_time_without_effect(clien
     assert [sample.index for sample in client.read_step(0, range(6))] == [0, 1, 2, 3, 4, 5]
 
 
+def test_bytes_of_which_not_every_sample_was_checked_are_refused(client, monkeypatch: pytest.MonkeyPatch):
+    """The two readers of one message have to agree, however the one of protobuf is implemented."""
+    groups = finished(client.lease_groups(1))
+    places_of = handed_in.places_of
+    monkeypatch.setattr(handed_in, "places_of", lambda *args: places_of(*args) * (1 + (args[1] == "samples")))
+    with pytest.raises(InvalidField, match="2 samples in 4 places"):
+        client.complete_groups(groups)
+
+
 def test_a_token_that_occurs_twice_completes_its_group_once(client):
     (group,) = finished(client.lease_groups(1))
     assert client.complete_groups([group, group]) == [False, True]

@@ -38,10 +38,13 @@ class GroupPart(NamedTuple):
 def part_of(message: Any, data: bytes) -> GroupPart:
     """Reads the bytes of a `message`. Raises InvalidField for bytes that are not one."""
     try:
-        places, view = places_of(message, "samples", data), memoryview(data)
-        return GroupPart(message.FromString(data), [view[start:end] for start, end in places], len(data))
+        places, view, parsed = places_of(message, "samples", data), memoryview(data), message.FromString(data)
+        if len(places) != len(parsed.samples):
+            # Only what is parsed is checked, and the places are what is stored.
+            raise DecodeError(f"{len(parsed.samples)} samples in {len(places)} places")
     except DecodeError as error:
         raise unreadable(error) from None
+    return GroupPart(parsed, [view[start:end] for start, end in places], len(data))
 
 
 def parts_of(requests: Iterator[bytes]) -> Iterator[GroupPart]:
