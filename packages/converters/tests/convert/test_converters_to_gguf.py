@@ -108,6 +108,24 @@ def test_the_pre_tokenizer_gets_the_name_that_llama_cpp_has_for_it(
     assert reader.get_field("tokenizer.ggml.pre").contents() == name
 
 
+def test_a_tokenizer_without_merges_and_a_config_without_defaults_are_written(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((source / "config.json").read_text())
+    for key in ("rms_norm_eps", "head_dim"):
+        del config[key]
+    (source / "config.json").write_text(json.dumps(config))
+    reader = gguf.GGUFReader(convert(source, tmp_path / "m.gguf"))
+    assert len(reader.get_field("tokenizer.ggml.merges").contents()) == 1
+    assert reader.get_field("qwen3.attention.key_length").contents() == 128
+    assert reader.get_field("qwen3.attention.layer_norm_rms_epsilon").contents() == pytest.approx(1e-6)
+    change(source / "config.json", hidden_size=None)
+    with pytest.raises(InvalidFile, match="config.json has no hidden_size"):
+        convert(source, tmp_path / "m.gguf")
+
+
 def change(path: Path, **keys: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slime.types.directories import whole_directory
+from slime.types.errors import InvalidSetting
 
 SPECIAL = ("<pad>", "<eos>")
 PAD, EOS = range(len(SPECIAL))
@@ -23,7 +24,7 @@ INITIALIZER_RANGE = 0.02
 def write_model(directory: Path, characters: Iterable[str], seed: int, chat_template: str | None = None) -> Path:
     """Writes a randomly initialised Qwen3 of some 76,000 parameters in float32 as a Hugging Face directory.
 
-    characters: the tokenizer's vocabulary besides <pad> and <eos>, one token each.
+    characters: the tokenizer's vocabulary besides <pad> and <eos>, ASCII, one token each.
     """
     from safetensors.numpy import save_file
 
@@ -56,13 +57,24 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _tokenizer(vocabulary: list[str]) -> str:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    """A byte-level BPE without merges, the kind that llama.cpp reads, too. What it does not know becomes <pad>."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token=SPECIAL[PAD]))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = [*SPECIAL, *(_byte_token(bytes_of, character) for character in vocabulary[len(SPECIAL) :])]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token=SPECIAL[PAD]))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = bytes_of
     return str(tokenizer.to_str(pretty=True))
+
+
+def _byte_token(bytes_of: Any, character: str) -> str:
+    """Returns how a byte-level BPE spells a character of one byte: itself, but for white space and the like."""
+    ((token, _),) = bytes_of.pre_tokenize_str(character)
+    if len(token) != 1:
+        raise InvalidSetting.must_be("characters", "ASCII characters", got=character)
+    return str(token)
 
 
 def _weights(vocab_size: int, seed: int) -> dict[str, np.ndarray]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
 from slime.launcher.cli.chat import Conversation
+from slime.launcher.tiny_model import write_model
 from slime.types.errors import EngineError, InvalidSetting
 
 NUM_GPUS = 0
@@ -28,11 +30,21 @@ def test_an_answer_that_the_engine_cuts_off_is_an_error_of_the_engine() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Engine) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        conversation = Conversation(f"http://127.0.0.1:{server.server_port}", None, has_template=False)
+        conversation = Conversation(f"http://127.0.0.1:{server.server_port}", None, "", has_template=False)
         with pytest.raises(EngineError, match="the engine does not answer: IncompleteRead"):
             list(conversation.answer("x"))
 
 
 def test_a_system_message_needs_a_chat_template() -> None:
     with pytest.raises(InvalidSetting, match="--system requires a model with a chat template"):
-        Conversation("http://127.0.0.1:1", None, has_template=False).start("Be brief.")
+        Conversation("http://127.0.0.1:1", None, "", has_template=False).start("Be brief.")
+
+
+def test_letters_without_a_token_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "model", "0123456789:", seed=0)
+    conversation = Conversation("http://127.0.0.1:1", None, str(model), has_template=False)
+    conversation.warn_unknown("12 7:")
+    assert capsys.readouterr().err == ""
+    conversation.warn_unknown("is 7\u00e9 is:")
+    expected = "slime: warning: the tokenizer has no tokens for 'i', 's', '\u00e9': the model does not see them\n"
+    assert capsys.readouterr().err == expected

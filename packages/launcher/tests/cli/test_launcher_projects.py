@@ -283,8 +283,12 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
 ) -> None:
     assert cli.main(["export", "model", "--output", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "model.safetensors").is_file() and "pushed" not in capsys.readouterr().out
-    assert cli.main(["export", "model", "--format", "gguf", "--output", str(tmp_path / "m.gguf")]) == 2
-    assert "error: RUN|MODEL model: GGUF of this model is not supported yet" in capsys.readouterr().err
+    assert cli.main(["export", "model", "--format", "gguf", "--output", str(tmp_path / "m.gguf")]) == 0
+    assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
+    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer | {"model": {"type": "WordLevel"}}))
+    assert cli.main(["export", str(tmp_path / "hf"), "--format", "gguf", "--output", str(tmp_path / "n.gguf")]) == 2
+    assert f"error: RUN|MODEL {tmp_path / 'hf'}: GGUF of this model is not supported yet" in capsys.readouterr().err
     assert cli.main(["export", "model", "--private"]) == 2
     assert cli.main(["export", "model", "--step", "3"]) == 2
     assert "--step 3 requires a run: model is a model directory" in capsys.readouterr().err

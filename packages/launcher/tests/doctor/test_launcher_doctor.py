@@ -53,7 +53,7 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
     assert code == 0, text
     for part in (
         "a Qwen3 (qwen3)",
-        "tokenizer of 2 tokens",
+        "tokenizer of 11 tokens",
         "3 rows read",
         "reverse.reward loads and takes its arguments",
         "below --output-dir",

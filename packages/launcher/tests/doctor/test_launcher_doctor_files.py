@@ -12,7 +12,7 @@ import pytest
 from launcher_machines import CONFIG, make_well, write_model, write_rows
 
 from slime.converters.files.safetensors_dir import INDEX
-from slime.launcher import cli
+from slime.launcher import cli, tiny_model
 from slime.launcher.doctor.command import CHECKS, examine
 from slime.launcher.doctor.finding import Finding
 
@@ -235,3 +235,13 @@ def test_the_object_store_of_a_buffer_that_does_not_answer(tmp_path: Path, monke
             monkeypatch.setenv(name, "test")
         (found,) = failures("disk", "--buffer-dir", str(tmp_path / "state"), "--buffer-payloads", "s3://bucket/run")
     assert "--buffer-payloads s3://bucket/run: Could not connect to the endpoint URL" in found
+
+
+def test_letters_without_a_token_are_a_warning(tmp_path: Path) -> None:
+    model = tiny_model.write_model(tmp_path / "model", "0123456789:", seed=0)
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"input": "7:"}\n{"input": [{"role": "user", "content": "g\u00e9 7:"}]}\n')
+    words = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rm-type", "random")
+    warnings = [found.what for found in look("data", *words, "--rollout-function-path", "a.b") if found.status == "warn"]
+    assert len(warnings) == 1
+    assert warnings[0].endswith("has no tokens for 'g', '\u00e9': the model does not see them")

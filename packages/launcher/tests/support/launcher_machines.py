@@ -64,7 +64,9 @@ def write_model(directory: Path, config: dict[str, Any] = CONFIG, shard_bytes: i
 
 
 def write_tokenizer(directory: Path) -> None:
-    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(directory / "tokenizer.json"))
+    # The letters of `write_rows`.
+    vocabulary = {letter: number for number, letter in enumerate("?0123456789")}
+    Tokenizer(models.BPE(vocabulary, [])).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 

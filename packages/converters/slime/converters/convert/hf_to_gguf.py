@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.converters.families import read_config
+from slime.converters.families import config_json, read_config
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted, errors_name
 from slime.types.files import check_own_file, no_directory
@@ -28,6 +28,15 @@ ARCHITECTURES: Mapping[str, tuple[str, bool]] = {
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
 }
+# Keys of config.json without which nothing can be written.
+REQUIRED = (
+    "num_hidden_layers", "max_position_embeddings", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
+)  # fmt: skip
+# Where config.json has no such key, transformers' classes of these models have these values.
+RMS_NORM_EPS = 1e-6
+HEAD_DIM = {"qwen3": 128}
+# Two NUL bytes as byte-level BPE spells them.
+NO_MERGE = "\u0100 \u0100"
 # llama.cpp knows pre-tokenizers by name: parts of the regular expression in tokenizer.json identify them.
 PRE_TOKENIZERS = (("\\p{N}{1,3}", "llama-bpe"), ("]?\\p{L}+|\\p{N}| ?", "qwen2"))
 
@@ -53,6 +62,8 @@ def convert(
     with errors_name(argument):
         config = read_config(source)
         architecture, rotates_pairs = _architecture(config)
+        for key in REQUIRED:
+            config_json.required(config, key)
         tokenizer = _tokenizer(source)
         weights = SafetensorsDir(source)
 
@@ -95,21 +106,19 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _add_model(writer: Any, name: str, config: Mapping[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
+    head_dim = config_json.head_dim(config, HEAD_DIM.get(config["model_type"]))
     writer.add_name(name)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config_json.query_groups(config))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_layer_norm_rms_eps(RMS_NORM_EPS if config.get("rms_norm_eps") is None else config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(config_json.rope(config)["rope_theta"]))
     writer.add_vocab_size(config["vocab_size"])
 
 
@@ -142,7 +151,8 @@ def _add_tokenizer(writer: Any, source: Path, config: Mapping[str, Any], tokeniz
         vocabulary[added["id"]] = added["content"]
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     size = config["vocab_size"]
-    merges = tokenizer["model"]["merges"]
+    # GGUF has no empty lists, and llama.cpp wants this one. It takes such a pair apart again: no token is spelled so.
+    merges = tokenizer["model"]["merges"] or [NO_MERGE]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(tokenizer["pre_name"])
     # The embedding may have more rows than the tokenizer has tokens.

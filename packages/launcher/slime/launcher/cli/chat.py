@@ -51,6 +51,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         max_tokens = options.max_tokens or most_tokens(Path(options.model))
         with engine(model_directory(options.model), options.engine) as conversation:
             conversation.params = {"temperature": options.temperature, "max_tokens": max_tokens}
+            conversation.warn_unknown(options.system or "")
             conversation.start(options.system)
             if sys.stdin.isatty():
                 talk(conversation)
@@ -97,8 +98,9 @@ def model_directory(text: str, name: str = "RUN|MODEL") -> str:
 class Conversation:
     """The messages so far, and the engine that answers. params: sampling parameters by OpenAI's names."""
 
-    def __init__(self, url: str, api_key: str | None, *, has_template: bool) -> None:
+    def __init__(self, url: str, api_key: str | None, directory: str, *, has_template: bool) -> None:
         self.params: dict[str, Any] = {}
+        self._directory = directory
         self._url = url
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -114,6 +116,13 @@ class Conversation:
             raise InvalidSetting.requires("--system", "a model with a chat template")
         self._system = system if system is not None else self._system
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def warn_unknown(self, text: str) -> None:
+        """Says which characters of a message the model does not see, since its tokenizer lacks them."""
+        from slime.rollout.prompts.tokenizer import no_tokens, unknown_characters
+
+        if unknown := unknown_characters(self._directory, text):
+            print(f"slime: warning: the tokenizer {no_tokens(unknown)}", file=sys.stderr, flush=True)
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Yields an answer piece by piece. Adds `text` and the answer to the messages; if the caller stops early, the
@@ -169,7 +178,7 @@ def engine(directory: str, kind: str) -> Iterator[Conversation]:
     engines = start_engines(build(RolloutSettings, values))
     try:
         (running,) = engines
-        yield Conversation(running.url, running.api_key, has_template=has_chat_template(directory))
+        yield Conversation(running.url, running.api_key, directory, has_template=has_chat_template(directory))
     finally:
         stop_all(engines)
 
@@ -196,6 +205,7 @@ def say(conversation: Conversation, text: str) -> None:
     """Prints the answer as it arrives. On a terminal Ctrl-C ends it."""
     if not text:
         raise InvalidSetting.required("a message", "the input is empty")
+    conversation.warn_unknown(text)
     try:
         with closing(conversation.answer(text)) as pieces:
             for piece in pieces:

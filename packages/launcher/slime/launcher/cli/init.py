@@ -27,7 +27,7 @@ slime train config.yaml --output-dir runs/first
 slime show runs/first                                  # curves and samples, in the browser
 slime eval runs/first                                  # scores the trained model again
 echo 7: | slime chat runs/first                        # asks it; without a pipe, a conversation
-slime export runs/first --format hf --output exported  # a Hugging Face directory
+slime export runs/first --format hf --output exported  # a Hugging Face directory; --format gguf for llama.cpp
 ```
 
 | file | |

@@ -63,7 +63,8 @@ def run_train(
             from slime.launcher.run_directory.earlier_run import check_unused, overwrite, resumes
 
             check_unused(config)
-            check_start(config)
+            for warning in check_start(config):
+                log.warning(warning)
             from slime.launcher.config.record import SETTINGS, write_record
             from slime.launcher.loops.one_step_off import train_async
             from slime.launcher.loops.synchronous import train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,13 @@ from slime.buffer.sources.base import Columns, prompt_of_row
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import dataset_name
 from slime.rollout.generate.supervised import FUNCTION as SUPERVISED
-from slime.rollout.prompts.tokenizer import TOKENIZER_FILES, chat_template_fault, has_chat_template
+from slime.rollout.prompts.tokenizer import (
+    TOKENIZER_FILES,
+    chat_template_fault,
+    has_chat_template,
+    no_tokens,
+    unknown_characters,
+)
 from slime.rollout.rewards.registry import check_name, needs_label
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, SlimeError, counted
@@ -27,6 +33,8 @@ from slime.types.prompt_files.slices import split_slice
 # reports its progress every SECONDS.
 ROWS = 2000
 SECONDS = 5.0
+# The texts of this many rows, and this many characters of each, are looked for in the tokenizer.
+TOKENIZED_ROWS, TOKENIZED = 100, 10_000
 # Plug-ins of the user that may score samples, or label them.
 OWN_SCORERS = (
     "custom_rm_path", "custom_generate_function_path", "custom_agent_path", "rollout_sample_hook_path",
@@ -108,7 +116,7 @@ def _file(
     first = rows.start if rows.start is not None and rows.start >= 0 else 0
     last = rows.stop if rows.stop is not None and rows.stop >= 0 else None
     count = unlabelled = 0
-    first_rendered, rewards = "", list[Any]()
+    first_rendered, rewards, first_texts = "", list[Any](), list[str]()
     whole, deadline = True, time.monotonic() + SECONDS
     try:
         for where, row in islice(read(path), first, last):
@@ -120,6 +128,8 @@ def _file(
                 deadline = time.monotonic() + SECONDS
             prompt = prompt_of_row(row, columns, path=path, where=where)
             count += 1
+            if count <= TOKENIZED_ROWS:
+                first_texts += _texts(prompt.prompt)
             if scorer is not None and (reward := prompt.metadata.get("rm_type")) and reward not in rewards:
                 _check_reward(str(reward), args, f"{path}, {where}: {columns.metadata}.rm_type")
                 rewards.append(reward)
@@ -151,6 +161,11 @@ def _file(
             "correct it, or copy the model's own file again",
         )
         return
+    if unknown := _unknown_characters(first_texts, args):
+        yield warn(
+            f"{flag} {path}: the tokenizer of --hf-checkpoint {args['hf_checkpoint']} {no_tokens(unknown)}",
+            "take a model that knows them, or other prompts",
+        )
     if unlabelled:
         yield warn(
             f"{flag} {path}: {unlabelled} of {counted(count, 'label is', 'labels are')} null",
@@ -196,6 +211,17 @@ def _template_fault(args: Mapping[str, Any]) -> str | None:
     if "chat_template" in (args.get("apply_chat_template_kwargs") or {}) or not isinstance(directory, str):
         return None
     return chat_template_fault(directory)
+
+
+def _texts(prompt: str | list[dict[str, Any]]) -> list[str]:
+    if isinstance(prompt, str):
+        return [prompt]
+    return [message["content"] for message in prompt if isinstance(message.get("content"), str)]
+
+
+def _unknown_characters(texts: Sequence[str], args: Mapping[str, Any]) -> str:
+    directory = args.get("hf_checkpoint")
+    return unknown_characters(directory, *(t[:TOKENIZED] for t in texts)) if isinstance(directory, str) else ""
 
 
 def _todo(error: ConfigError, columns: Columns) -> str:

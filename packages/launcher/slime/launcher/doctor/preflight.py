@@ -15,7 +15,7 @@ from slime.launcher.config.catalogue import declared
 from slime.launcher.config.checks.run import check_model
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.doctor.data import ROWS, check_data
-from slime.launcher.doctor.finding import FAIL, Finding, Subject
+from slime.launcher.doctor.finding import FAIL, WARN, Finding, Subject
 from slime.launcher.doctor.model import check_weights
 from slime.rollout.prompts.tokenizer import load_tokenizer
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
@@ -33,14 +33,14 @@ def check_start(config: RunConfig) -> list[str]:
     """Checks data, rewards and model of a run. Raises InvalidFile or InvalidSetting naming the flag.
 
     A dry run reads only the first rows of large files, and accepts a model without weights, since a plan does not need
-    them. Returns a sentence for each check that was left out.
+    them. Returns a sentence for each warning, and for each check that was left out.
     """
     subject = Subject(config.flat, frozenset(config.explicit), config)
     dry = config.launcher.dry_run
     notes = []
     if config.generates:
         found = _all_good(check_data(subject, all_rows=not dry))
-        notes += [finding.what for finding in found if " only the first " in finding.what]
+        notes += [f.what for f in found if f.status == WARN or " only the first " in f.what]
         check_rewards(config)
     directory = Path(config.trainer.hf_checkpoint)
     if config.generates:

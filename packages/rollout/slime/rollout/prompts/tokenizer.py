@@ -99,6 +99,39 @@ def chat_template_fault(hf_checkpoint: str) -> str | None:
     return None
 
 
+def unknown_characters(hf_checkpoint: str, *texts: str) -> str:
+    """Returns the characters for which the tokenizer has no token, each once: the model does not see them.
+
+    Reads tokenizer.json without transformers; where there is none, or it cannot be read, nothing is known. White space
+    is left out, since many tokenizers drop or join it on purpose.
+    """
+    path = Path(hf_checkpoint) / "tokenizer.json"
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(path))
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    except Exception:  # tokenizers raises plain exceptions, and may not be installed
+        return ""
+    unknown = model.get("unk_token") or model.get("unk_id")  # that of a Unigram model is a number
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    lost = dict[str, None]()
+    for text, encoded in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
+        seen = set[int]()
+        for number, token, (first, last) in zip(encoded.ids, encoded.tokens, encoded.offsets, strict=True):
+            if unknown is None or unknown not in (token, number):
+                seen.update(range(first, last))
+        lost |= dict.fromkeys(c for i, c in enumerate(text) if i not in seen and c.isprintable() and not c.isspace())
+    return "".join(lost)
+
+
+def no_tokens(characters: str) -> str:
+    """Says of some unknown characters that the tokenizer has no tokens for them."""
+    listed = ", ".join(map(repr, characters[:8])) + (f" and {len(characters) - 8} more" if len(characters) > 8 else "")
+    return f"has no tokens for {listed}: the model does not see them"
+
+
 def context_length(hf_checkpoint: str) -> int | None:
     """Returns the model's longest sequence in tokens; None if its config.json does not say."""
     path = Path(hf_checkpoint) / "config.json"
