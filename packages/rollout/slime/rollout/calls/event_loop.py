@@ -20,13 +20,20 @@ class LoopThread:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while True:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # A plug-in raised it. Its task holds it now, as it would any other exception; the others go on.
+                continue
+            return
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Runs a coroutine on the loop and waits for its result; for other threads than the loop's.
 
         timeout: in seconds. The coroutine is cancelled with the rollout call that it belongs to. Raises RuntimeError on
-        the loop's own thread, which would wait for itself.
+        the loop's own thread, which would wait for itself, and in place of a SystemExit of the coroutine, which would
+        end nothing but the caller's thread.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -37,6 +44,10 @@ class LoopThread:
             call.attach(future)
         try:
             return future.result(timeout)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if future.cancel() or future.cancelled() or future.exception() is not error:
+                raise
+            raise RuntimeError(f"a plug-in raised {error!r}").with_traceback(error.__traceback__) from error
         except BaseException:
             future.cancel()
             raise
