@@ -2,8 +2,7 @@
 
 import sys
 
-from slime.launcher.cli import main
-from slime.launcher.platform.signals import leave
+from slime.launcher.__main__ import main
 
 if __name__ == "__main__":
-    leave(main(["train-async", *sys.argv[1:]]))
+    sys.exit(main("train-async"))

@@ -30,6 +30,10 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 sys.argv = [program, *words]
+if target.endswith(".py"):
+    import runpy
+
+    runpy.run_path(target, run_name="__main__")
 module, _, function = target.partition(":")
 namespace = {}
 exec(f"from {module} import {function} as main", namespace)
@@ -44,6 +48,8 @@ sys.exit(namespace["main"]())
         *((program, "argparse", "--help") for program in SCRIPTS),
         *((program, "numpy", "--help") for program in SCRIPTS),
         ("slime", "slime.launcher.show.command", "runs"),
+        ("scripts/train.py", "slime.launcher.cli", "--help"),
+        ("scripts/train_async.py", "slime.launcher.cli.train", "--help"),
         ("slime", "grpc", "doctor"),
         ("slime-buffer", "grpc", "serve --help"),
         ("slime-rollout", "grpc", "serve --help"),
@@ -53,7 +59,8 @@ sys.exit(namespace["main"]())
     ],
 )
 def test_an_interrupted_start_ends_without_a_traceback(program: str, moment: str, words: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", START, program, SCRIPTS[program], moment, *words.split()]
+    target = SCRIPTS.get(program, str(ROOT / program))
+    command = [sys.executable, "-c", START, program, target, moment, *words.split()]
     # The paths of this process may be relative, and the program starts elsewhere.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)

@@ -3,12 +3,15 @@
 import sys
 
 
-def main() -> int:
-    """Ends the process as `slime.launcher.cli.program` does; returns 130 if Ctrl-C came before it ran."""
+def main(*words: str) -> int:
+    """Ends the process as `slime.launcher.cli.program` does; returns 130 if Ctrl-C came before it ran.
+
+    words: stand before those of the command line.
+    """
     try:
         from slime.launcher.cli import program
 
-        program()
+        program(*words)
     except KeyboardInterrupt:
         return 130
 

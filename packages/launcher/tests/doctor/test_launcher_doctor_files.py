@@ -242,6 +242,8 @@ def test_letters_without_a_token_are_a_warning(tmp_path: Path) -> None:
     data = tmp_path / "p.jsonl"
     data.write_text('{"input": "7:"}\n{"input": [{"role": "user", "content": "g\u00e9 7:"}]}\n')
     words = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rm-type", "random")
-    warnings = [found.what for found in look("data", *words, "--rollout-function-path", "a.b") if found.status == "warn"]
+    warnings = [
+        found.what for found in look("data", *words, "--rollout-function-path", "a.b") if found.status == "warn"
+    ]
     assert len(warnings) == 1
     assert warnings[0].endswith("has no tokens for 'g', '\u00e9': the model does not see them")

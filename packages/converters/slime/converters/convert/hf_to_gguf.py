@@ -30,7 +30,8 @@ ARCHITECTURES: Mapping[str, tuple[str, bool]] = {
 }
 # Keys of config.json without which nothing can be written.
 REQUIRED = (
-    "num_hidden_layers", "max_position_embeddings", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
+    "num_hidden_layers", "max_position_embeddings", "hidden_size", "intermediate_size", "num_attention_heads",
+    "vocab_size",
 )  # fmt: skip
 # Where config.json has no such key, transformers' classes of these models have these values.
 RMS_NORM_EPS = 1e-6

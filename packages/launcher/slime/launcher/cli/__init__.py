@@ -60,9 +60,12 @@ def usage() -> str:
     )
 
 
-def program() -> NoReturn:
-    """Runs a command and ends the process, as the `slime` program does."""
-    leave(run_printing("slime", main))
+def program(*words: str) -> NoReturn:
+    """Runs a command and ends the process, as the `slime` program does.
+
+    words: stand before those of the command line.
+    """
+    leave(run_printing("slime", lambda: main([*words, *sys.argv[1:]])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
