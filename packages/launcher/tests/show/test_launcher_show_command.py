@@ -64,6 +64,18 @@ def test_show_text_prints_state_findings_and_samples(tmp_path: Path, capsys: pyt
         assert part in out, out
 
 
+def test_a_file_of_samples_that_cannot_be_read_hides_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    newest = max(path for path in (run / "samples").iterdir() if path.name[0].isdigit())
+    newest.write_bytes(b"")
+    assert main(["show", str(run), "--text"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("run: unknown, 6 of 6 steps") and "reward  " in out and "checks of" in out
+    assert f"step {int(newest.stem)}: cannot read samples/{newest.name}" in out
+
+
 def test_a_finding_names_a_sample_by_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def renumber(rows: list[Row]) -> None:
         shift(rows)
@@ -93,6 +105,8 @@ def test_a_finding_names_a_sample_by_its_index(tmp_path: Path, capsys: pytest.Ca
         (["show", "RUN", "--text", "--html", "page.html"], "--text and --html page.html cannot be used together"),
         (["show", "RUN", "--html", "."], "--html"),
         (["show", "RUN", "--port", "99999"], "--port must be from 0 to 65535, got 99999"),
+        (["show", "RUN", "--text", "--port", "0"], "--text and --port 0 cannot be used together"),
+        (["show", "RUN", "--html", "x.html", "--no-browser"], "--html and --no-browser cannot be used together"),
         (["sho", "x"], "did you mean show?"),
         (["show"], "slime: error: RUN is required"),
         (["show", "RUN", "--stp", "3"], "unknown option --stp; did you mean --step?"),

@@ -61,9 +61,7 @@ def parser(command: str) -> Parser:
         reader.add_argument(
             "--step", type=int, metavar="N", help="With --text: iteration whose samples are printed (default: the last)"
         )
-        reader.add_argument(
-            "--port", type=int, default=0, metavar="N", help="Port on the loopback (default: a free one)"
-        )
+        reader.add_argument("--port", type=int, metavar="N", help="Port on the loopback (default: a free one)")
         reader.add_argument("--no-browser", action="store_true", help="Only print the address")
         reader.add_argument(
             "--regrade", action="store_true",
@@ -117,6 +115,10 @@ def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
         raise InvalidSetting.conflict("--text", f"--html {options.html}", "one prints the run, the other writes a file")
     if options.step is not None and not options.text:
         raise InvalidSetting.requires(f"--step {options.step}", "--text")
+    page = {f"--port {options.port}": options.port is not None, "--no-browser": options.no_browser}
+    elsewhere = "--text" if options.text else "--html" if options.html is not None else ""
+    for flag in (flag for flag, given in page.items() if given and elsewhere):
+        raise InvalidSetting.conflict(elsewhere, flag, f"with {elsewhere} no page is served")
     answers = Answers(runs, regrade=options.regrade)
     if options.text:
         from slime.launcher.show.text import text
@@ -137,7 +139,7 @@ def _show(options: argparse.Namespace, runs: Sequence[RunFiles]) -> int:
         size = write_html(Path(options.html), answers)
         print(printable(f"wrote {options.html}, {size / 1e6:.1f} MB"))
         return 0
-    server = serve(answers, options.port)
+    server = serve(answers, options.port or 0)
     port = server.server_port
     print(f"{server.url}\nCtrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} HOST")
     if not options.no_browser and _has_display():

@@ -8,6 +8,7 @@ from typing import Any
 from slime.launcher.show.answers import Answers
 from slime.launcher.show.listing import described, shown
 from slime.launcher.show.run_files import RunFiles
+from slime.types.errors import InvalidFile
 
 SAMPLES = 8
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -63,10 +64,15 @@ def _samples(answers: Answers, number: int, step: int | None) -> Iterator[str]:
     if not files:
         yield "this run has kept no samples: --log-samples N keeps those of N groups per step"
         return
-    if step is None:
-        step = files[-1].step
-    found = answers.samples({"run": str(number), "step": str(step), "count": str(SAMPLES)})
-    yield f"step {step}, {min(SAMPLES, found['total'])} of {found['total']} samples:"
+    wanted = files[-1].step if step is None else step
+    try:
+        found = answers.samples({"run": str(number), "step": str(wanted), "count": str(SAMPLES)})
+    except InvalidFile as error:
+        if step is not None:
+            raise
+        yield f"step {wanted}: {error}"  # nobody asked for it, and the lines above are worth seeing
+        return
+    yield f"step {wanted}, {min(SAMPLES, found['total'])} of {found['total']} samples:"
     prompt: Any = None
     for row in found["rows"]:
         if row["prompt"] != prompt:
