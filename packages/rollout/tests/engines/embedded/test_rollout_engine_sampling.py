@@ -102,6 +102,12 @@ def test_parameters_that_float32_cannot_hold_leave_the_likeliest(params: dict[st
     assert log_probs.tolist() == pytest.approx(logits.log_softmax(-1)[:, 3].tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize("stop", ["\ud800", ["a", "b\udfff"]])
+def test_a_stop_text_that_no_token_can_spell_is_refused_before_others_are_decoded_with_it(stop: object) -> None:
+    with pytest.raises(InvalidField, match=r"request\.stop: got .*surrogates not allowed, expected text"):
+        parse_sampling_params({"stop": stop}, "request")
+
+
 def test_any_top_k_above_the_vocabulary_is_all_of_it() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -8.0]])
     assert draw(logits, 50, top_k=10**30)[0].tolist() == draw(logits, 50)[0].tolist()

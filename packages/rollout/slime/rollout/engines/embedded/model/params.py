@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.chat.template import check_text
 from slime.types.errors import InvalidField
 from slime.types.shared_settings import LOWEST_TEMPERATURE
 
@@ -112,6 +113,8 @@ def _texts(field: str, value: Any) -> tuple[str, ...]:
     texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(t, str) for t in texts):
         raise InvalidField(field, value, "a text or a list of texts")
+    for text in texts:
+        check_text(text, field)
     return tuple(t for t in texts if t)
 
 
