@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from slime.launcher import cli
 from slime.launcher.cli.chat import Conversation
 from slime.launcher.tiny_model import write_model
-from slime.types.errors import EngineError, InvalidSetting
+from slime.types.errors import EngineError
 
 NUM_GPUS = 0
 
@@ -35,11 +37,6 @@ def test_an_answer_that_the_engine_cuts_off_is_an_error_of_the_engine() -> None:
             list(conversation.answer("x"))
 
 
-def test_a_system_message_needs_a_chat_template() -> None:
-    with pytest.raises(InvalidSetting, match="--system requires a model with a chat template"):
-        Conversation("http://127.0.0.1:1", None, "", has_template=False).start("Be brief.")
-
-
 def test_letters_without_a_token_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path / "model", "0123456789:", seed=0)
     conversation = Conversation("http://127.0.0.1:1", None, str(model), has_template=False)
@@ -48,3 +45,27 @@ def test_letters_without_a_token_are_named(tmp_path: Path, capsys: pytest.Captur
     conversation.warn_unknown("is 7\u00e9 is:")
     expected = "slime: warning: the tokenizer has no tokens for 'i', 's', '\u00e9': the model does not see them\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "message"),
+    [
+        (["--temperature", "nan"], b"7:", "--temperature must be from 0 to 100, got nan"),
+        (["--system", "Be brief."], b"7:", "--system requires a model with a chat template"),
+        ([], b" \n", "a message is required: the input is empty"),
+        ([], b"\xff", "the input must be UTF-8 text, got "),
+    ],
+)
+def test_a_chat_that_cannot_be_is_refused_before_an_engine_starts(
+    words: list[str],
+    typed: bytes,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = write_model(tmp_path / "model", "0123456789:", seed=0)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed)))
+    monkeypatch.setattr("slime.rollout.launch.start_engines", None)
+    assert cli.main(["chat", str(model), *words]) == 2
+    assert message in capsys.readouterr().err

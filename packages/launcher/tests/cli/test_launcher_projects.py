@@ -136,6 +136,9 @@ def test_a_run_that_cannot_go_on_is_refused(
 def test_a_run_that_ended_goes_on_with_more_iterations(make_run: MakeRun) -> None:
     run = make_run(state="done", checkpoints=(39,))
     assert run_config.parse(resumed(read_run(run), ["--num-rollout", "60"])).launcher.num_rollout == 60
+    for words in (["--num-rollout", "40"], ["--num-rollout=7"]):
+        with pytest.raises(InvalidSetting, match=r"--num-rollout must be more than the 40 iterations that RUN .* has"):
+            resumed(read_run(run), words)
 
 
 def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +297,10 @@ def test_a_model_is_exported_and_not_pushed_unless_that_is_asked(
     assert "--step 3 requires a run: model is a model directory" in capsys.readouterr().err
     assert cli.main(["export", "nowhere"]) == 2
     assert "RUN|MODEL nowhere: no such directory" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "below", project / "data"):
+        assert cli.main(["export", "model", "--output", str(output)]) == 2
+        assert "slime: error: --output: " in capsys.readouterr().err
     (tmp_path / "loop").symlink_to("loop")
     assert cli.main(["export", str(tmp_path / "loop")]) == 2
     assert "loop: no such directory" in capsys.readouterr().err
@@ -358,7 +365,7 @@ def test_an_answer_may_be_as_long_as_in_the_run(make_run: MakeRun, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model", "--temperature", "-1"], "--temperature must be at least 0, got -1"),
+        (["model", "--temperature", "-1"], "--temperature must be from 0 to 100, got -1"),
         (["model", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["nowhere"], "RUN|MODEL nowhere: no such directory"),
         (["data"], "RUN|MODEL data: neither the output directory of a run, with run.yaml, nor a model directory"),

@@ -21,6 +21,7 @@ from slime.types.settings import build
 
 # Tokens of an answer of a model that comes from no run.
 MOST_TOKENS = 512
+MOST_TEMPERATURE = 100
 
 
 def parser(command: str) -> CommandParser:
@@ -42,21 +43,27 @@ def parser(command: str) -> CommandParser:
 
 
 def main(command: str, argv: Sequence[str]) -> int:
+    from slime.rollout.prompts.tokenizer import has_chat_template
+
     try:
         options = parser(command).parse_strict(argv)
-        if options.temperature < 0:
-            raise InvalidSetting.must_be("--temperature", "at least 0", got=options.temperature)
+        if not 0 <= options.temperature <= MOST_TEMPERATURE:
+            raise InvalidSetting.must_be("--temperature", f"from 0 to {MOST_TEMPERATURE}", got=options.temperature)
         if options.max_tokens is not None and options.max_tokens < 1:
             raise InvalidSetting.must_be("--max-tokens", "at least 1", got=options.max_tokens)
         max_tokens = options.max_tokens or most_tokens(Path(options.model))
-        with engine(model_directory(options.model), options.engine) as conversation:
+        directory = model_directory(options.model)
+        if options.system is not None and not has_chat_template(directory):
+            raise InvalidSetting.requires("--system", "a model with a chat template")
+        typed = None if sys.stdin is not None and sys.stdin.isatty() else _read_message()
+        with engine(directory, options.engine) as conversation:
             conversation.params = {"temperature": options.temperature, "max_tokens": max_tokens}
             conversation.warn_unknown(options.system or "")
             conversation.start(options.system)
-            if sys.stdin.isatty():
+            if typed is None:
                 talk(conversation)
             else:
-                say(conversation, sys.stdin.read().strip())
+                say(conversation, typed)
     except KeyboardInterrupt:
         print()
         return 130
@@ -66,6 +73,17 @@ def main(command: str, argv: Sequence[str]) -> int:
         print(f"slime: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def _read_message() -> str:
+    """Reads a message from the pipe at standard input. Raises InvalidSetting if it is empty or not text."""
+    try:
+        text = sys.stdin.buffer.read().decode().strip() if sys.stdin is not None else ""
+    except UnicodeDecodeError as error:
+        raise InvalidSetting.must_be("the input", "UTF-8 text", got=str(error)) from None
+    if not text:
+        raise InvalidSetting.required("a message", "the input is empty")
+    return text
 
 
 def most_tokens(path: Path) -> int:
@@ -110,10 +128,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def start(self, system: str | None = None) -> None:
-        """Starts anew with only the system message. Raises InvalidSetting for a system message without a chat
-        template."""
-        if system is not None and not self._has_template:
-            raise InvalidSetting.requires("--system", "a model with a chat template")
+        """Starts anew with only the system message, which only a model with a chat template reads."""
         self._system = system if system is not None else self._system
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
@@ -203,8 +218,6 @@ def talk(conversation: Conversation) -> None:
 
 def say(conversation: Conversation, text: str) -> None:
     """Prints the answer as it arrives. On a terminal Ctrl-C ends it."""
-    if not text:
-        raise InvalidSetting.required("a message", "the input is empty")
     conversation.warn_unknown(text)
     try:
         with closing(conversation.answer(text)) as pieces:

@@ -6,23 +6,31 @@ import contextlib
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from slime.launcher.cli.recorded_run import RecordedRun, is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
 from slime.launcher.hub.names import dataset_name, model_name
+from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.files import check_readable, whole_file, write_whole
 from slime.types.prompt_files.slices import split_slice
 from slime.types.setting_values import named_path
 
+if TYPE_CHECKING:
+    from slime.launcher.config.run_config import RunConfig
+
 DIRECTORY = Path("evaluations")
 ROWS, SCORES = "rows.jsonl", "scores.json"
+# Files that hold settings and attributes for the evaluation of a run, and the recording that becomes ROWS.
+SETTINGS_OF_RUN, ATTRIBUTES, RECORDED = "settings.yaml", "plugins.yaml", "recorded-{rollout_id}"
+HEADER = "# Written by `slime eval`, with what it took from the run.\n"
 SETS = ("--eval-prompt-data", "--eval-config")
 # Settings of the packages that evaluate which do not affect an evaluation.
 LEFT_OUT = (
@@ -71,6 +79,8 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Evaluates and prints the scores; returns the exit code. Raises the errors of `slime train`'s flags."""
+    from slime.launcher.config import run_config
+
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     places, rest = argv[:count], argv[count:]
     options, flags = parser("eval").parse_known_args(rest)
@@ -96,33 +106,65 @@ def evaluate(argv: list[str]) -> int:
 
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     output = options.output_dir or DIRECTORY / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    _check_own(output)
     with_sets = not (data or named)
-    words = words_of(model, run, data, flags, output, with_sets=with_sets)
     # The user did not type these here, so a setting of the run that an evaluation does not read is not an error.
     inherited = () if run is None else evaluation_settings(run, with_sets=with_sets)
-    return _run(words, output, inherited, as_json=options.json)
+    # Raises for wrong flags, before anything is written; the run itself would print the error and return.
+    with tempfile.TemporaryDirectory(prefix="slime-eval-") as place:
+        words = words_of(model, run, data, flags, output, with_sets=with_sets, place=Path(place))
+        config = run_config.parse(words, inherited=inherited)
+    words = words_of(model, run, data, flags, output, with_sets=with_sets)
+    return _run(words, config, output, inherited, as_json=options.json)
+
+
+def _check_own(output: Path) -> None:
+    """Raises InvalidSetting for a directory with anything else than an earlier evaluation.
+
+    Its scores and settings would be replaced, or mixed with those of a run.
+    """
+    with path_errors(output, "--output-dir"):
+        files = list(output.iterdir()) if output.is_dir() else []
+        own = not output.exists() or (output.is_dir() and all(map(_is_own, files)))
+    if is_run(output):
+        settings = read_run(output).settings
+        recorded = str(settings.get("save_debug_rollout_data"))
+        own = settings.get("num_rollout") == 0 and recorded.endswith(RECORDED)
+    if not own:
+        expected = "a new or an empty directory, or one of an earlier evaluation"
+        raise InvalidSetting.must_be("--output-dir", expected, got=str(output))
+
+
+def _is_own(path: Path) -> bool:
+    """Returns whether `path` is what an evaluation that never started leaves in its directory."""
+    named = path.name in (SETTINGS_OF_RUN, ATTRIBUTES) and path.is_file()
+    return named and path.read_bytes().startswith(HEADER.encode())
 
 
 def words_of(
-    model: str, run: RecordedRun | None, data: str | None, flags: Sequence[str], output: Path, *, with_sets: bool = True
-) -> list[str]:
-    """Returns the arguments of `slime train` that run the evaluation. with_sets: keep the run's evaluation sets."""
+    model: str, run: RecordedRun | None, data: str | None, flags: Sequence[str], output: Path, *,
+    with_sets: bool = True, place: Path | None = None,
+) -> list[str]:  # fmt: skip
+    """Returns the arguments of `slime train` that run the evaluation. with_sets: keep the run's evaluation sets.
+    place: directory of the files that hold settings of the run; `output` by default."""
+    place = output if place is None else place
     settings = {} if run is None else evaluation_settings(run, with_sets=with_sets)
     if run is not None:
         model = str(run.model())
         if with_sets and not settings.keys() & {"eval_prompt_data", "eval_config"}:
             raise InvalidSetting.required("DATA", f"RUN {run.path} had no evaluation sets")
     words = ["--hf-checkpoint", model, "--num-rollout", "0", "--debug-rollout-only", "--log-samples", "0"]
-    words += ["--output-dir", str(output), "--save-debug-rollout-data", str(output / "recorded-{rollout_id}")]
+    words += ["--output-dir", str(output), "--save-debug-rollout-data", str(output / RECORDED)]
     if data is not None:
         words += ["--eval-prompt-data", data]
     if settings:
-        output.mkdir(parents=True, exist_ok=True)
-        write_whole(output / "settings.yaml", yaml.safe_dump(settings, sort_keys=True))
-        words = ["--config", str(output / "settings.yaml"), *words]
+        with path_errors(output, "--output-dir"):
+            place.mkdir(parents=True, exist_ok=True)
+        write_whole(place / SETTINGS_OF_RUN, HEADER + yaml.safe_dump(settings, sort_keys=True))
+        words = ["--config", str(place / SETTINGS_OF_RUN), *words]
     if run is not None and (attributes := plugin_attributes(run)):
-        write_whole(output / "plugins.yaml", yaml.safe_dump(attributes, sort_keys=True))
-        words += ["--custom-config-path", str(output / "plugins.yaml")]
+        write_whole(place / ATTRIBUTES, HEADER + yaml.safe_dump(attributes, sort_keys=True))
+        words += ["--custom-config-path", str(place / ATTRIBUTES)]
     return [*words, *flags]
 
 
@@ -156,13 +198,10 @@ def plugin_attributes(run: RecordedRun) -> dict[str, Any]:
     return {} if path is None else read_custom(str(run.started_in / path))[1]
 
 
-def _run(words: list[str], output: Path, inherited: Collection[str], *, as_json: bool) -> int:
+def _run(words: list[str], config: RunConfig, output: Path, inherited: Collection[str], *, as_json: bool) -> int:
     """Runs the evaluation, writes its rows and scores, and prints the scores."""
     from slime.launcher.cli.train import run_train
-    from slime.launcher.config import run_config
 
-    # Raises for wrong flags; the run itself would print the error and return.
-    config = run_config.parse(words, inherited=inherited)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         code = run_train(words, inherited=inherited)
     if code:
@@ -183,7 +222,7 @@ def collect(output: Path, config: Any) -> list[dict[str, Any]]:
     """Turns the recording of the evaluation into rows, and writes them."""
     from slime.rollout.recordings.rollouts import path_of, read_rollout
 
-    recorded = path_of(str(output / "recorded-{rollout_id}"), 0, evaluation=True)
+    recorded = path_of(str(output / RECORDED), 0, evaluation=True)
     rollout = config.rollout
     rows = []
     for group in read_rollout(recorded).groups:

@@ -6,13 +6,14 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
+from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
 from slime.types.setting_values import named_path
 
@@ -82,14 +83,28 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
 
     source, began_with = model_of(run, step)
     tokenizer = local_model(began_with, "hf_checkpoint") if began_with and to_hf.needs_origin(source) else None
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with path_errors(output, "--output"):
+        output.parent.mkdir(parents=True, exist_ok=True)
     if form == "hf":
-        return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
+        with _errors_of_output():
+            return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
     with ExitStack() as held:
         if not (source / "config.json").is_file():
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
             source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
         return hf_to_gguf.convert(source, output, argument=f"RUN|MODEL {run}")
+
+
+@contextmanager
+def _errors_of_output() -> Iterator[None]:
+    """Names --output in errors of the converters, whose own flag is --output-dir."""
+    try:
+        yield
+    except SlimeError as error:
+        if error.field != "--output-dir":
+            raise
+        message = error.message.replace("--output-dir", "--output")
+        raise type(error).restore(message, field="--output", value=error.value, expected=error.expected) from error
 
 
 def name_of(path: Path, step: int | None = None) -> str:

@@ -48,7 +48,8 @@ def main(command: str, argv: Sequence[str]) -> int:
 def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
     """Returns the arguments of `slime train` that continue `run`.
 
-    Raises InvalidSetting for a run that is alive, has finished or has no checkpoint.
+    Raises InvalidSetting for a run that is alive, has finished or has no checkpoint, and for a --num-rollout below the
+    iterations that it has.
     """
     state = read_state(run.path)
     if state.state == "running":
@@ -61,6 +62,12 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
         raise InvalidSetting(
             f"RUN {run.path} finished{count}; to continue it, give a larger --num-rollout",
             field="RUN", value=str(run.path), expected="--num-rollout",
+        )  # fmt: skip
+    wanted, trained = _num_rollout(flags), max(steps(run.checkpoints), default=-1) + 1
+    if wanted is not None and 0 < wanted < trained + (state.state == "done"):
+        raise InvalidSetting(
+            f"--num-rollout must be more than the {trained} iterations that RUN {run.path} has, got {wanted}",
+            field="--num-rollout", value=wanted, expected=f"at least {trained + 1}",
         )  # fmt: skip
     if not steps(run.checkpoints):
         every = run.settings.get("save_interval")
@@ -77,3 +84,13 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
         # An earlier resume chose a step; this one takes the newest.
         words += ["--ckpt-step", str(max(steps(run.checkpoints)))]
     return [*words, *flags]
+
+
+def _num_rollout(flags: Sequence[str]) -> int | None:
+    """Returns the iterations that the flags ask for; None without such a flag or a whole number."""
+    found = ""
+    for word, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        if name == "--num-rollout":
+            found = value or following
+    return int(found) if found.isdecimal() else None
