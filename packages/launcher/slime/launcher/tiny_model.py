@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.converters.files.safetensors_dir import disk_errors
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidSetting
 
@@ -41,7 +42,7 @@ def write_model(directory: Path, characters: Iterable[str], seed: int, chat_temp
         "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": SPECIAL[PAD], "eos_token": SPECIAL[EOS],
         "padding_side": "left", "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    with whole_directory(directory, "slime-quickstart", field="--output-dir") as partial:
+    with disk_errors(directory), whole_directory(directory, "slime-quickstart", field="--output-dir") as partial:
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
         _write_json(partial / "tokenizer_config.json", tokenizer_config)

@@ -288,3 +288,15 @@ def test_a_reward_that_compares_with_labels_needs_their_column(
         assert main(["train", *words, *scorer, "--dry-run"]) == code, scorer
         error = capsys.readouterr().err
         assert code == 0 or "line 1: no label, and the reward" in error and "--label-key names the column" in error
+
+
+def test_an_evaluation_alone_needs_a_reward(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    file = words[words.index("--prompt-data") + 1]
+    alone = [*words, "--num-rollout", "0", "--debug-rollout-only", "--eval-prompt-data", "sums", file]
+    assert main(["train", *alone]) == 2
+    error = capsys.readouterr().err
+    assert "--rm-type or --custom-rm-path is required: nothing would score the samples" in error and file in error
+    assert main(["train", *alone, "--rm-type", "random", "--dry-run"]) == 0
+    rows = [{"input": "x", "label": "1", "metadata": {"rm_type": "random"}}]
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["train", *alone, "--dry-run"]) == 0

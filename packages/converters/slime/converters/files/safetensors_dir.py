@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.types.directories import write_error
-from slime.types.errors import InvalidFile, MissingFile, NotFound, OutOfSpace
+from slime.types.errors import InvalidFile, MissingFile, NotFound
 
 if TYPE_CHECKING:
     import torch
@@ -230,7 +230,7 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns errors of writing `path` into OutOfSpace (a full disk) or InvalidSetting (a place without files)."""
+    """Turns errors of writing `path` into OutOfSpace (full disk, size limit) or InvalidSetting (no place for files)."""
     from safetensors import SafetensorError
 
     try:
@@ -238,9 +238,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise write_error(error, path) from error
     except SafetensorError as error:
-        if "os error 28" not in str(error) and "No space left" not in str(error):
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
             raise
-        raise OutOfSpace(f"no space left while writing {path}", field="path", value=str(path)) from None
+        code = int(number[1])
+        raise write_error(OSError(code, os.strerror(code)), path) from None
     except RuntimeError as error:
         # torch.save raises an error of its own, with the file's error as context.
         if not isinstance(error.__context__, OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from slime.launcher.config.help import CommandParser
 from slime.types.directories import path_errors
-from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.files import write_whole
 
 TEMPLATE = "slime.launcher.cli.template"
@@ -65,17 +66,31 @@ def main(command: str, argv: Sequence[str]) -> int:
         write_project(directory)
     except SlimeError as error:
         print(f"slime: error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     print(f"wrote {directory}; next:\n  cd {shlex.quote(str(directory))}")
     print("  slime train config.yaml --output-dir runs/first")
     return 0
 
 
 def write_project(directory: Path) -> None:
-    """Writes the project. Raises InvalidSetting for a path that exists and is not an empty directory."""
+    """Writes the project, or nothing. Raises InvalidSetting for a path that exists and is not an empty directory."""
     with path_errors(directory, "NAME"):
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        existed = directory.exists()
+        if existed and (not directory.is_dir() or any(directory.iterdir())):
             raise InvalidSetting.must_be("NAME", "a new or an empty directory", got=str(directory))
+    try:
+        _write_files(directory)
+    except BaseException:
+        # Otherwise the next attempt would find a directory that is not empty.
+        for path in directory.iterdir() if directory.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if not existed and directory.is_dir():
+            directory.rmdir()
+        raise
+
+
+def _write_files(directory: Path) -> None:
+    with path_errors(directory, "NAME"):
         (directory / "data").mkdir(parents=True, exist_ok=True)
         for name in ("config.yaml", "reward.py"):
             write_whole(directory / name, files(TEMPLATE).joinpath(name).read_text(encoding="utf-8"), field="NAME")

@@ -46,14 +46,14 @@ def check_data(subject: Subject, *, all_rows: bool = False) -> Iterator[Finding]
     """Checks each data set. all_rows: reads each file to its end, however long that takes."""
     args = subject.args
     if args.get("prompt_data") and args.get("rollout_global_dataset", True):
-        columns, scorer = _columns(args), _scorer(args)
+        columns, scorer = columns_of(args), scorer_of(args)
         yield from _file("--prompt-data", str(args["prompt_data"]), columns, args, scorer, all_rows)
     for name, path in _evaluation_sets(subject):
-        columns, scorer = _columns(args, name), _scorer(args, name)
+        columns, scorer = columns_of(args, name), scorer_of(args, name)
         yield from _file(f"--eval-prompt-data {name}", path, columns, args, scorer, all_rows)
 
 
-def _columns(args: Mapping[str, Any], evaluation_set: str | None = None) -> Columns:
+def columns_of(args: Mapping[str, Any], evaluation_set: str | None = None) -> Columns:
     """Returns the columns of --prompt-data, or of an evaluation set, which may have columns of its own."""
     columns_of_set = {} if evaluation_set is None else (args.get("eval_columns") or {}).get(evaluation_set, {})
 
@@ -76,7 +76,7 @@ def _evaluation_sets(subject: Subject) -> list[tuple[str, str]]:
     return list(BufferSettings(eval_prompt_data=subject.flag("eval_prompt_data")).evaluation_sets().items())
 
 
-def _scorer(args: Mapping[str, Any], evaluation_set: str | None = None) -> str | None:
+def scorer_of(args: Mapping[str, Any], evaluation_set: str | None = None) -> str | None:
     """Returns the built-in reward of rows that name none; None if a plug-in of the user may score them."""
     of_set = (args.get("eval_overrides") or {}).get(evaluation_set) or {}
     if args.get("use_opd"):

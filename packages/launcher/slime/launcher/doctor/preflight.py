@@ -14,7 +14,7 @@ from typing import Any
 from slime.launcher.config.catalogue import declared
 from slime.launcher.config.checks.run import check_model
 from slime.launcher.config.run_config import RunConfig
-from slime.launcher.doctor.data import ROWS, check_data
+from slime.launcher.doctor.data import ROWS, check_data, columns_of, scorer_of
 from slime.launcher.doctor.finding import FAIL, WARN, Finding, Subject
 from slime.launcher.doctor.model import check_weights
 from slime.rollout.prompts.tokenizer import load_tokenizer
@@ -99,21 +99,27 @@ def _no_tokenizer(directory: Path, reason: str) -> InvalidFile:
 
 
 def check_rewards(config: RunConfig) -> None:
-    """Raises InvalidSetting if neither a flag nor the rows of the data name a reward function."""
+    """Raises InvalidSetting if neither a flag nor the rows of the data, or of evaluation sets, name a reward."""
     args, flags = config.flat, declared()
+    for name, source in config.buffer.evaluation_sets().items():
+        if scorer_of(args, name) == "":
+            _check_rows_name_rewards(source, columns_of(args, name).metadata)
     if args["rm_type"] or args["custom_rm_path"] or args["num_rollout"] == 0:
         return
     if any(args[name] != flags[name].default for name in OWN_WAYS):
         return
     if args["data_source_path"] != DEFAULT_DATA_SOURCE or not args["rollout_global_dataset"]:
         return  # clients, or the user's data source, may name a reward in each sample
-    for where, row in _rows(str(args["prompt_data"])):
-        metadata = row.get(args["metadata_key"])
+    _check_rows_name_rewards(str(args["prompt_data"]), args["metadata_key"])
+
+
+def _check_rows_name_rewards(source: str, metadata_key: str) -> None:
+    for where, row in _rows(source):
+        metadata = row.get(metadata_key)
         if not isinstance(metadata, dict) or not metadata.get("rm_type"):
             raise InvalidSetting.required(
                 "--rm-type or --custom-rm-path",
-                f"nothing would score the samples ({args['prompt_data']}, {where}, names no rm_type in its "
-                f"{args['metadata_key']!r} either)",
+                f"nothing would score the samples ({source}, {where}, names no rm_type in its {metadata_key!r} either)",
             )
 
 

@@ -96,8 +96,6 @@ def main(command: str, argv: Sequence[str]) -> int:
 def serve(options: Any) -> None:
     """Serves until a signal. Raises ConfigError for a wrong flag, key or model, and what the engine's start raises."""
     from slime.launcher.cli.chat import model_directory
-    from slime.launcher.tinker.paths import CheckpointStore
-    from slime.launcher.tinker.service import FULL_WEIGHTS, Served
     from slime.rollout.doors import listen
     from slime.rollout.engines.gpus import visible_gpus
     from slime.rollout.engines.process import stop_all
@@ -121,6 +119,10 @@ def serve(options: Any) -> None:
         values["rollout_num_gpus"] = 1
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
+        # Imports torch, which takes seconds; wrong flags are refused before.
+        from slime.launcher.tinker.paths import CheckpointStore
+        from slime.launcher.tinker.service import FULL_WEIGHTS, Served
+
         with path_errors(options.output_dir, "--output-dir"):
             options.output_dir.mkdir(parents=True, exist_ok=True)
             scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=options.output_dir, prefix=".snapshots-"))
