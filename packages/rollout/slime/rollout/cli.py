@@ -19,6 +19,7 @@ from slime.types.addresses import parse_address
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.programs import command_list, run_printing, wrong_command
 from slime.types.rpc import RpcSettings
+from slime.types.rpc.status import place_in_plugin
 from slime.types.settings import REQUIRED, parse, setting
 
 if TYPE_CHECKING:
@@ -128,6 +129,12 @@ def _run(words: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        place = place_in_plugin(error)
+        if not place:
+            raise
+        print(f"slime-rollout: {type(error).__name__}: {error}{place}", file=sys.stderr)
+        return 1
 
 
 def _serve(argv: Sequence[str]) -> int:

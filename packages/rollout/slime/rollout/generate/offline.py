@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
-from slime.rollout.generate.default import run_iteration
+from slime.rollout.generate.default import TOO_LONG, RolloutIteration
 from slime.rollout.generate.openai_server import FLAG, LOST, OpenAIAddress, OpenAIServer, check_settings
 from slime.rollout.generate.output_file import KeptGroups, ProgressLine, check_output
 from slime.rollout.launch import close_state, open_state
@@ -53,6 +53,20 @@ class _PromptsOfFile(MemorySource):
         if self.progress is not None:
             self.progress(len(self._kept.groups))
 
+    def reject(self, group: list[Sample], reason: str) -> None:
+        super().reject(group, reason)
+        if self.progress is not None:
+            self.progress.total -= 1
+
+
+class _EveryPrompt(RolloutIteration):
+    """Answers all prompts of the source but those that cannot be used, in whose place there are no others."""
+
+    async def _fits(self, group: list[Sample]) -> bool:
+        fits = await super()._fits(group)
+        self.target -= not fits
+        return fits
+
 
 def generate_file(
     settings: RolloutSettings,
@@ -69,7 +83,8 @@ def generate_file(
 
     Groups are kept in `output`.part as they complete, and a command that was ended goes on from there.
     server: answers in place of engines.
-    Prompts longer than `--rollout-max-prompt-len` are left out and counted. No sample is dropped by a filter.
+    Prompts without tokens, or longer than `--rollout-max-prompt-len` or the context, are left out and counted. No
+    sample is dropped by a filter.
     Raises what `read_prompts` raises; InvalidSetting for an `output` that cannot be a file
     or, without `overwrite`, is a file that is not empty.
     """
@@ -111,7 +126,12 @@ def _generate(
             state.warned_of_text = True
             print(LOST, file=sys.stderr)
         source = _PromptsOfFile(rows, settings.n_samples_per_prompt, kept)
-        fitting = [group for group in source.get_samples(len(rows)) if _fits(state, group[0])]
+        fitting = []
+        for group in source.get_samples(len(rows)):
+            if _fits(state, group[0]):
+                fitting.append(group)
+            else:
+                source.reject(group, TOO_LONG)
         left = [group for group in fitting if group[0].group_index not in kept.groups]
         source.add_samples(left)
         source.progress = ProgressLine(len(fitting), len(kept.groups))
@@ -121,17 +141,28 @@ def _generate(
         state.args.rollout_batch_size = state.args.over_sampling_batch_size = len(left)
         state.plugins.dynamic_filter = None
         if left:
-            state.loop.run(run_iteration(state, state.args, 0, source))
+            iteration = _EveryPrompt(state, state.args, 0, source, call)
+            state.loop.run(state.fleet.guard(iteration.run()))
         seconds = time.monotonic() - started
+        if not kept.groups:
+            raise InvalidFile.must_be(PROMPTS, "prompts that the model can read", got=_refusals(source, len(rows)))
         groups = kept.finish()
         metrics = rollout_metrics(groups, state.args)
         metrics |= time_metrics(flatten(source.completed), seconds, call.reward_seconds)
-        return metrics | {"rollout/prompt_too_long": float(len(rows) - len(fitting))}
+        if source.rejected:
+            print(f"no answers to {_refusals(source, len(rows))}", file=sys.stderr)
+        refused = {TOO_LONG: 0} | source.rejected
+        return metrics | {f"rollout/{reason}": float(count) for reason, count in refused.items()}
     finally:
         CALL.reset(before)
         if client is not None:
             state.loop.run(client.close())
         close_state(state)
+
+
+def _refusals(source: _PromptsOfFile, total: int) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in source.rejected.items())
+    return f"{sum(source.rejected.values())} of {counted(total, 'prompt')} ({reasons})"
 
 
 def _check_template(settings: RolloutSettings, prompts: str) -> None:

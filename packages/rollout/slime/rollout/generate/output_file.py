@@ -149,21 +149,24 @@ class KeptGroups:
 
 
 class ProgressLine:
-    """Says on standard error how many prompts are answered: in one line on a terminal, else in a line now and then."""
+    """Says on standard error how many prompts are answered: in one line on a terminal, else in a line now and then.
+
+    total: the prompts to answer.
+    """
 
     def __init__(self, total: int, answered: int) -> None:
-        self._total, self._first = total, answered
+        self.total, self._first = total, answered
         self._started = self._last = time.monotonic()
         self._terminal = sys.stderr.isatty()
 
     def __call__(self, answered: int) -> None:
         now = time.monotonic()
-        done = answered == self._total
+        done = answered == self.total
         if now - self._last < (0.2 if self._terminal else SECONDS_BETWEEN_LINES) and not (done and self._terminal):
             return
         self._last = now
-        left = (now - self._started) / (answered - self._first) * (self._total - answered)
-        text = f"{answered} of {counted(self._total, 'prompt')} answered, {left:.0f} s left"
+        left = (now - self._started) / (answered - self._first) * (self.total - answered)
+        text = f"{answered} of {counted(self.total, 'prompt')} answered, {left:.0f} s left"
         line = f"\r\x1b[K{text}" if self._terminal else text
         with contextlib.suppress(OSError):
             print(line, end="" if self._terminal and not done else "\n", file=sys.stderr, flush=True)

@@ -229,12 +229,10 @@ def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoRe
     if context.code() is not None or isinstance(error, grpc.RpcError):  # aborted already, or the client went away
         raise error
     log.exception("%s failed", method)
-    abort_with(
-        context, RemoteError(f"{method}: {type(error).__name__}: {error}{_place_in_plugin(error)}", field=method)
-    )
+    abort_with(context, RemoteError(f"{method}: {type(error).__name__}: {error}{place_in_plugin(error)}", field=method))
 
 
-def _place_in_plugin(error: Exception) -> str:
+def place_in_plugin(error: Exception) -> str:
     """Returns ` (FILE, line N, in FUNCTION)` of the innermost frame outside of slime and of libraries, if any."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
