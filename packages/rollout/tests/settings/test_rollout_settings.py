@@ -20,9 +20,9 @@ from rollout_fakes import VOCABULARY, FakeEngine
 from slime.rollout.cli import main
 from slime.rollout.engines.embedded.__main__ import main as embedded_main
 from slime.rollout.engines.registry import choose_engine
-from slime.rollout.generate.evaluation import fits
 from slime.rollout.generate.offline import read_prompts
 from slime.rollout.generate.output_file import check_output, write_samples
+from slime.rollout.generate.sample import refusal
 from slime.rollout.metrics import pass_rates
 from slime.rollout.prompts.encoder import PromptEncoder
 from slime.rollout.prompts.tokenizer import context_length, load_tokenizer
@@ -257,9 +257,10 @@ def test_the_length_of_an_evaluation_prompt_is_found_off_the_event_loop():
         return [1] * len(text)
 
     tokenizer = SimpleNamespace(apply_chat_template=render, encode=encode)
-    state = SimpleNamespace(prompts=PromptEncoder(tokenizer), args=SimpleNamespace(eval_max_prompt_len=2))
+    state = SimpleNamespace(prompts=PromptEncoder(tokenizer), plugins=SimpleNamespace(generate=None))
     sample = Sample(prompt=[{"role": "user", "content": "12"}])
-    assert asyncio.run(fits(state, sample)) and not asyncio.run(fits(state, Sample(prompt="123")))
+    assert asyncio.run(refusal(state, sample, 2, None)) is None
+    assert asyncio.run(refusal(state, Sample(prompt="123"), 2, None)) is not None
     assert len(threads) == 3 and threading.get_ident() not in threads
 
 

@@ -29,11 +29,10 @@ from slime.rollout.generate.group import (
     generate_group,
     needs_single_calls,
 )
-from slime.rollout.generate.sample import prompt_too_long
+from slime.rollout.generate.sample import TOO_LONG, UNUSABLE, refusal
 from slime.rollout.generate.state import RolloutState, state_of
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
-from slime.types.errors import DeadlineExceeded, InvalidField, SlimeError
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ ABORT_SECONDS = 60.0
 ABORT_AGAIN_SECONDS = 2.0
 # So many unusable prompts in a row mean that a setting is wrong, not the prompts.
 REFUSED_IN_A_ROW = 1000
-TOO_LONG = "prompt_too_long"
-UNUSABLE = "prompt_unusable"
 
 
 def generate_rollout(
@@ -156,55 +153,23 @@ class RolloutIteration:
 
     async def _fits(self, group: list[Sample]) -> bool:
         """Returns whether the prompt of a group can be used; rejects the group, with the reason, if it cannot."""
-        refusal = await self._refusal(group[0])
-        if refusal is None:
+        refused = await refusal(self.state, group[0], self.args.rollout_max_prompt_len, self.state.context_len)
+        if refused is None:
             self.refused_in_a_row = 0
             return True
-        reason, error = refusal
+        reason, error = refused
         self.refused[reason] += 1
         self.refused_in_a_row += 1
         if self.refused_in_a_row >= REFUSED_IN_A_ROW:
-            raise error
+            last = f"the last, of group {group[0].group_index}: {error}"
+            raise type(error).restore(
+                f"{REFUSED_IN_A_ROW} prompts in a row cannot be used; {last}",
+                field=error.field, value=error.value, expected=error.expected,
+            )  # fmt: skip
         if reason == UNUSABLE or self.args.rollout_max_prompt_len is None:
             log.error("group %s is rejected: %s", group[0].group_index, error)
         await _in_thread(self.source.reject, group, reason)
         return False
-
-    async def _refusal(self, sample: Sample) -> tuple[str, SlimeError] | None:
-        """Returns (reason, error) for a prompt that cannot be used, otherwise None.
-
-        A custom generate function may rewrite its prompt, so that only --rollout-max-prompt-len limits it.
-        """
-        limit = self.args.rollout_max_prompt_len
-        custom = self.state.plugins.generate is not None
-        if custom and limit is None:
-            return None
-        try:
-            length = await self._prompt_length(sample)
-        except (InvalidField, DeadlineExceeded) as error:
-            return UNUSABLE, error
-        if not length:
-            return UNUSABLE, InvalidField("prompt", sample.prompt, "a prompt that has tokens")
-        if limit is not None and length > limit:
-            return TOO_LONG, InvalidField(
-                "rollout_max_prompt_len", limit, f"at least {length}",
-                f"{REFUSED_IN_A_ROW} prompts in a row cannot be used; the last, of group {sample.group_index}, has "
-                f"{length} tokens, --rollout-max-prompt-len is {limit}",
-            )  # fmt: skip
-        if not custom and self.state.context_len is not None and length >= self.state.context_len:
-            return TOO_LONG, prompt_too_long(sample, length, self.state.context_len)
-        return None
-
-    async def _prompt_length(self, sample: Sample) -> int:
-        """Returns the number of prompt tokens. Raises InvalidField for a prompt that cannot be rendered,
-        DeadlineExceeded for a chat template that does not end."""
-        tokens = sample.array("tokens")
-        if len(tokens):
-            return len(tokens) - sample.response_length
-        await self.state.prompts.prepare([sample])
-        if sample.multimodal_inputs:
-            return len(await _in_thread(self.state.prompts.encode, sample))
-        return len(self.state.prompts.encode(sample))
 
     async def _generate_together(self, groups: list[list[Sample]]) -> None:
         await generate_batch(self.state, flatten(groups), self.state.sampling_params)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
 from slime.rollout.generate.group import finish_group, generate_batch, generate_group, needs_single_calls
+from slime.rollout.generate.sample import TOO_LONG, UNUSABLE, refusal
 from slime.rollout.generate.state import RolloutState, eval_sampling_params, state_of
 from slime.rollout.rewards.score import check, reward_key, scores_by_group
 from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, SlimeError
+
+log = logging.getLogger(__name__)
 
 # Samples per request. The number is fixed, so that two runs make the same batches.
 REQUEST_SAMPLES = 128
@@ -38,9 +43,10 @@ async def _evaluate(state: RolloutState, source: EvaluationSource, call: Rollout
     output = RolloutFnEvalOutput(metrics={})
     for name, groups in sets.items():
         set_state = states[name]
-        kept = [group for group in groups if await fits(set_state, group[0])]
+        kept, refused = await _usable(set_state, name, groups)
         if set_state.args.eval_max_prompt_len is not None:
-            output.metrics[f"eval/{name}-prompt_too_long"] = len(groups) - len(kept)  # type: ignore[index]
+            refused.setdefault(TOO_LONG, 0)
+        output.metrics |= {f"eval/{name}-{reason}": count for reason, count in refused.items()}  # type: ignore[operator]
         sets[name] = kept
         _check_number(name, sum(map(len, kept)), getattr(set_state.args, "eval_min_samples", None))
     if call is not None:
@@ -84,13 +90,29 @@ def _reward(name: str, sample: Sample, key: str | None) -> float:
     return float(reward[key] if isinstance(reward, dict) else reward)
 
 
-async def fits(state: RolloutState, sample: Sample) -> bool:
-    """Returns true for a prompt of at most --eval-max-prompt-len tokens; counts them in a thread."""
-    limit = state.args.eval_max_prompt_len
-    if limit is None:
-        return True
-    await state.prompts.prepare([sample])
-    return len(await asyncio.to_thread(state.prompts.encode, sample)) <= limit
+async def _usable(
+    state: RolloutState, name: str, groups: list[list[Sample]]
+) -> tuple[list[list[Sample]], dict[str, int]]:
+    """Returns the groups whose prompts can be used, and the number of the others by reason.
+
+    Raises the error of the last prompt if none of them can be used for a reason other than --eval-max-prompt-len.
+    """
+    limit, context = state.args.eval_max_prompt_len, state.args.eval_max_context_len or state.context_len
+    kept, refused = list[list[Sample]](), Counter[str]()
+    error: SlimeError | None = None
+    for group in groups:
+        found = await refusal(state, group[0], limit, context)
+        if found is None:
+            kept.append(group)
+            continue
+        reason, error = found
+        refused[reason] += 1
+        if reason == UNUSABLE or limit is None:
+            log.error("prompt %s of evaluation set %s is left out: %s", group[0].group_index, name, error)
+    if error is not None and not kept and (limit is None or refused[UNUSABLE]):
+        message = f"evaluation set {name}: no prompt can be used; the last: {error}"
+        raise type(error).restore(message, field=error.field, value=error.value, expected=error.expected)
+    return kept, dict(refused)
 
 
 async def evaluate_groups(

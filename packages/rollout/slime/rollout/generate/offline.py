@@ -11,9 +11,10 @@ from typing import Any
 
 from slime.rollout.calls.call import CALL, RolloutCall
 from slime.rollout.calls.outputs import flatten
-from slime.rollout.generate.default import TOO_LONG, RolloutIteration
+from slime.rollout.generate.default import RolloutIteration
 from slime.rollout.generate.openai_server import FLAG, LOST, OpenAIAddress, OpenAIServer, check_settings
 from slime.rollout.generate.output_file import KeptGroups, ProgressLine, check_output
+from slime.rollout.generate.sample import TOO_LONG
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.metrics import rollout_metrics, time_metrics
 from slime.rollout.plugins import CustomGenerate

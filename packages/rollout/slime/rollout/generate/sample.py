@@ -19,9 +19,12 @@ from slime.rollout.generate.seeds import SEEDS, sampling_seed
 from slime.rollout.generate.state import RolloutState, state_of
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
-from slime.types.errors import EngineError, InvalidField
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, SlimeError
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+# Reasons for which a prompt is left out.
+TOO_LONG = "prompt_too_long"
+UNUSABLE = "prompt_unusable"
 
 
 @dataclass
@@ -38,6 +41,40 @@ class Request:
     num_prompt_tokens: int | None = None
     # (tokens, characters) of the response when the request was first sent; None until it is interrupted.
     begun: tuple[int, int] | None = None
+
+
+async def refusal(
+    state: RolloutState, sample: Sample, limit: int | None, context: int | None
+) -> tuple[str, SlimeError] | None:
+    """Returns (reason, error) for a prompt that cannot be used, otherwise None.
+
+    limit: the most tokens that a setting allows. A custom generate function may rewrite its prompt, so that only this
+    limits it. context: the longest sequence of the model.
+    """
+    custom = state.plugins.generate is not None
+    if custom and limit is None:
+        return None
+    try:
+        length = await _prompt_length(state, sample)
+    except (InvalidField, DeadlineExceeded) as error:
+        return UNUSABLE, error
+    if not length:
+        return UNUSABLE, InvalidField("prompt", sample.prompt, "a prompt that has tokens")
+    if limit is not None and length > limit:
+        return TOO_LONG, InvalidField("prompt", f"{length} tokens", f"at most {limit}")
+    if not custom and context is not None and length >= context:
+        return TOO_LONG, prompt_too_long(sample, length, context)
+    return None
+
+
+async def _prompt_length(state: RolloutState, sample: Sample) -> int:
+    """Returns the number of prompt tokens. Raises InvalidField for a prompt that cannot be rendered, DeadlineExceeded
+    for a chat template that does not end."""
+    tokens = sample.array("tokens")
+    if len(tokens):
+        return len(tokens) - sample.response_length
+    await state.prompts.prepare([sample])
+    return len(await asyncio.to_thread(state.prompts.encode, sample))
 
 
 def make_request(
