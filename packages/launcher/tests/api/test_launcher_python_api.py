@@ -23,7 +23,7 @@ from slime.launcher.quickstart import reverse
 from slime.launcher.run_directory.kept_samples import KeptSamples
 from slime.launcher.run_directory.state import RunState
 from slime.types import Sample
-from slime.types.errors import ConfigError, InvalidSetting, MissingFile, UnknownFlag
+from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, UnknownFlag
 from slime.types.plugins import load_plugin
 
 NUM_GPUS = 0
@@ -295,6 +295,12 @@ def test_a_reward_by_its_name(started: list[list[str]], tmp_path: Path) -> None:
         ({"hf_checkpoint": "other"}, InvalidSetting, "hf_checkpoint and model cannot be used together"),
         ({"lr": object()}, InvalidSetting, "lr: a file of settings cannot hold a object"),
         ({"data": [{"input": object()}]}, InvalidSetting, "data must be a file, a name on the Hub, or rows"),
+        ({"model": 5}, InvalidSetting, "model must be a path, got 5"),
+        ({"output_dir": 5}, InvalidSetting, "output_dir must be a path, got 5"),
+        ({"output_dir": f"{__file__}/x"}, InvalidSetting, "cannot write .*Not a directory"),
+        ({"eval_data": {5: "x.jsonl"}}, InvalidSetting, "eval_data must be sets by name, which is text, got 5"),
+        ({"data": []}, InvalidFile, "--prompt-data .*: no rows"),
+        ({"data": [{"input": 5}]}, InvalidFile, "--prompt-data: .*prompts.jsonl, line 1: column 'input' holds 5"),
         ({"num_rolout": 1}, UnknownFlag, "^unknown key 'num_rolout'; did you mean num_rollout"),
     ],
 )

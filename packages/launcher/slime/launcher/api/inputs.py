@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.launcher.config.record import SETTINGS
 from slime.launcher.run_directory.state import read_state
+from slime.types.directories import path_errors
 from slime.types.errors import InvalidSetting
 from slime.types.files import write_whole
 
@@ -43,7 +44,8 @@ class Inputs:
                 "overwrite=True once that run has ended",
                 field="output_dir", value=str(path), expected="another directory",
             )  # fmt: skip
-        self.directory.mkdir(parents=True, exist_ok=True)
+        with path_errors(path, "output_dir"):
+            self.directory.mkdir(parents=True, exist_ok=True)
         write_whole(path, text, field="output_dir")
         return path
 

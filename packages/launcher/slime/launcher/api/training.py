@@ -16,8 +16,11 @@ from slime.launcher.api.inputs import Inputs, plain_settings
 from slime.launcher.api.reward_file import reward_path
 from slime.launcher.api.trained_run import TrainedRun
 from slime.launcher.config import run_config
+from slime.launcher.doctor.preflight import check_start
 from slime.launcher.platform.signals import terminate_as_interrupt
+from slime.launcher.run_directory.earlier_run import check_unused
 from slime.launcher.runner.ray_job import module_path, run_attached
+from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting
 from slime.types.files import write_whole
 
@@ -49,23 +52,31 @@ def train(
     stops the run and raises KeyboardInterrupt.
     """
     _refuse_doubles(settings, reward=reward is not None, eval_data=eval_data is not None)
-    output = Path(output_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    model = _path(model, "model")
+    output = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
+    output = (output if output_dir is None else Path(_path(output_dir, "output_dir"))).absolute()
     inputs = Inputs.of_run(output, overwrite=settings.get("overwrite") is True)
-    values = plain_settings(settings) | {"hf_checkpoint": os.fspath(model), "output_dir": str(output)}
+    values = plain_settings(settings) | {"hf_checkpoint": model, "output_dir": str(output)}
     values["prompt_data"] = _data(data, inputs, "prompts", "data")
     if eval_data is not None:
         sets = eval_data if isinstance(eval_data, Mapping) else {"eval": eval_data}
+        for name in sets:
+            if not isinstance(name, str):
+                raise InvalidSetting.must_be("eval_data", "sets by name, which is text", got=name)
         values["eval_prompt_data"] = [
             [name, _data(rows, inputs, "eval-" + re.sub(r"[^\w.-]", "_", name), f"eval_data {name}")]
             for name, rows in sets.items()
         ]
     values |= _reward(reward, inputs)
-    inputs.directory.mkdir(parents=True, exist_ok=True)
+    with path_errors(inputs.directory, "output_dir"):
+        inputs.directory.mkdir(parents=True, exist_ok=True)
     config = inputs.directory / "settings.yaml"
     write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
-    # Parsed here as well, so that wrong settings are exceptions; the process could only print them.
+    # Checked here as well, so that what is wrong is an exception; the process could only print it.
     try:
-        run_config.parse([str(config)])
+        parsed = run_config.parse([str(config)])
+        check_unused(parsed)
+        check_start(parsed)
     except ConfigError as error:
         # The file is ours; who called gave arguments.
         raise error.restore(
@@ -84,6 +95,12 @@ def _refuse_doubles(settings: Mapping[str, Any], *, reward: bool, eval_data: boo
     arguments |= {"eval_prompt_data": "eval_data"} if eval_data else {}
     for name in settings.keys() & arguments.keys():
         raise InvalidSetting.conflict(name, arguments[name], "both set the same thing")
+
+
+def _path(path: str | os.PathLike[str], argument: str) -> str:
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise InvalidSetting.must_be(argument, "a path", got=path)
+    return os.fspath(path)
 
 
 def _data(data: Data, inputs: Inputs, name: str, argument: str) -> str:

@@ -44,7 +44,9 @@ REWARD = "rollout/raw_reward"
 # Samples of the first evaluation.
 EXAMPLES = "eval_samples.json"
 # Keys of an evaluation set besides its score.
-DETAIL = re.compile(r"-(truncated_ratio|response_length|pass@\d+|prompt_too_long|accuracy|n_samples|failed)$")
+DETAIL = re.compile(
+    r"-(truncated_ratio|response_length|pass@\d+|prompt_(too_long|unusable)|accuracy|n_samples|failed)$"
+)
 
 
 class Report:
