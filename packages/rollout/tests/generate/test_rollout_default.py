@@ -77,6 +77,10 @@ def test_truncated_by_the_response_limit(engine, make_state):
     assert sample.reward == pytest.approx(0.5 * 2 / 4)
 
 
+def keep_last(args, samples, **kwargs):
+    return samples[0].group_index == 4
+
+
 def keep_odd(args, group):
     return group[0].group_index % 2 == 1
 
@@ -89,6 +93,14 @@ def test_the_dynamic_filter_rejects_with_a_reason_and_fetches_more(engine, make_
     assert {index for index, _ in buffer.rejected} >= {0, 2, 4}
     assert output.metrics["rollout/dynamic_filter/drop_filtered"] == len(buffer.rejected)
     assert not buffer.leased
+
+
+def test_groups_that_are_dropped_one_after_the_other_are_warned_of(engine, make_state, monkeypatch, caplog):
+    monkeypatch.setattr(default, "DROPPED_IN_A_ROW", 3)
+    state = make_state(engine, rollout_batch_size=1, dynamic_sampling_filter_path=f"{__name__}.keep_last")
+    run(state, FakeBuffer(prompt_groups(5, 1)))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "the dynamic filter has dropped the last 3 groups (filtered)" in record.getMessage()
 
 
 def test_zero_std_groups_are_kept_where_the_rollout_would_come_out_short(engine, make_state):

@@ -40,6 +40,8 @@ ABORT_SECONDS = 60.0
 ABORT_AGAIN_SECONDS = 2.0
 # So many unusable prompts in a row mean that a setting is wrong, not the prompts.
 REFUSED_IN_A_ROW = 1000
+# So many groups in a row that the dynamic filter drops are worth a warning.
+DROPPED_IN_A_ROW = 256
 
 
 def generate_rollout(
@@ -90,7 +92,7 @@ class RolloutIteration:
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self.refused_in_a_row = 0
+        self.refused_in_a_row = self.dropped_in_a_row = 0
         self.given_back = 0
         # Calls to the buffer that run in the background until the end.
         self.writes: list[asyncio.Task[None]] = []
@@ -204,9 +206,17 @@ class RolloutIteration:
             return False
         verdict = DynamicFilterOutput.of(self.state.plugins.dynamic_filter(self.args, group))
         if verdict.kept(self._is_short()):
+            self.dropped_in_a_row = 0
             return False
         reason = verdict.reason or "filtered"
         self.dropped[reason] += 1
+        self.dropped_in_a_row += 1
+        if self.dropped_in_a_row % DROPPED_IN_A_ROW == 0:
+            log.warning(
+                "rollout %s: the dynamic filter has dropped the last %s groups (%s); it goes on until %s are accepted, "
+                "or --rollout-timeout-seconds have passed",
+                self.rollout_id, self.dropped_in_a_row, reason, self.target,
+            )  # fmt: skip
         self._write(self.source.reject, leased, reason)
         return True
 
