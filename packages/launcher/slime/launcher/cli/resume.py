@@ -65,10 +65,9 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
         )  # fmt: skip
     wanted, trained = _num_rollout(flags), max(steps(run.checkpoints), default=-1) + 1
     if wanted is not None and 0 < wanted < trained + (state.state == "done"):
-        raise InvalidSetting(
-            f"--num-rollout must be more than the {trained} iterations that RUN {run.path} has, got {wanted}",
-            field="--num-rollout", value=wanted, expected=f"at least {trained + 1}",
-        )  # fmt: skip
+        raise InvalidSetting.must_be(
+            "--num-rollout", f"more than the {trained} iterations that RUN {run.path} has", got=wanted
+        )
     if not steps(run.checkpoints):
         every = run.settings.get("save_interval")
         why = f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
