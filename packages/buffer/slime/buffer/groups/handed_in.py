@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, counted
 from slime.types.rpc.status import unreadable
 from slime.types.wire.encoded import places_of
 from slime.v1 import buffer_pb2, sample_pb2
@@ -41,7 +41,7 @@ def part_of(message: Any, data: bytes) -> GroupPart:
         places, view, parsed = places_of(message, "samples", data), memoryview(data), message.FromString(data)
         if len(places) != len(parsed.samples):
             # Only what is parsed is checked, and the places are what is stored.
-            raise DecodeError(f"{len(parsed.samples)} samples in {len(places)} places")
+            raise DecodeError(f"{counted(len(parsed.samples), 'sample')} in {counted(len(places), 'place')}")
     except DecodeError as error:
         raise unreadable(error) from None
     return GroupPart(parsed, [view[start:end] for start, end in places], len(data))
