@@ -18,7 +18,7 @@ from slime.rollout.settings.eval_overrides import set_args
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.sources import EvaluationSource
 from slime.types import Sample
-from slime.types.errors import InvalidSetting, SlimeError
+from slime.types.errors import DeadlineExceeded, InvalidField, InvalidSetting, SlimeError
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,12 @@ def _read(state: RolloutState, source: EvaluationSource, name: str) -> list[list
         samples = list(samples)
         for sample in samples:
             sample.metadata = sample.metadata | overrides
-        state.prompts.render(samples)
+        try:
+            state.prompts.render(samples)
+        except (InvalidField, DeadlineExceeded):
+            # `_usable` meets it again and leaves the prompt out; a custom function would get it as it is.
+            if state.plugins.generate is not None:
+                raise
 
     return source.read(name, state.args.n_samples_per_eval_prompt, render)
 
