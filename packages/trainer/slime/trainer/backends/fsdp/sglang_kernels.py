@@ -32,8 +32,9 @@ class SglangKernels:
                 f"its heads have {self._width} elements and not {_WIDTH}: while it generates, SGLang rounds differently"
             )
             raise NotAvailable.unavailable("--true-on-policy-mode for this model", reason).at("--hf-checkpoint")
-        parameters = getattr(text, "rope_parameters", None) or {}
-        self._theta = float(parameters.get("rope_theta") or getattr(text, "rope_theta", 10000.0))
+        rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+        theta: Any = rope.get("rope_theta") or getattr(text, "rope_theta", 10000.0)
+        self._theta = float(theta)
         self._device = device
         self._angles = torch.empty((0, self._width), device=device)
         invariant = _module("sglang.srt.batch_invariant_ops.batch_invariant_ops")
