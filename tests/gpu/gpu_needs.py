@@ -1,10 +1,12 @@
-"""Needs of the GPU tests: a mark that skips where one is missing, and small models and samples to train them on."""
+"""Needs of the GPU tests: a mark that skips where one is missing, small models, and samples and runs to train them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,39 @@ def make_samples(step: int, vocab_size: int, **fields: Any) -> list[Sample]:
         )
         for i in range(16)
     ]  # fmt: skip
+
+
+def train_on_words(directory: Path, model: str, words: int, *switches: str, **flags: Any) -> list[dict[str, Any]]:
+    """Trains a model with `write_words` by `slime train`, on a GPU shared with SGLang: three iterations with random
+    rewards, every weight update checked. Returns the metrics of each iteration.
+
+    switches, flags: of `slime train`, by their settings' names; flags replace those below.
+    """
+    prompts, run = directory / "prompts.jsonl", directory / "run"
+    random = np.random.default_rng(1)
+    texts = (" ".join(f"w{i}" for i in random.integers(3, words, 24)) for _ in range(64))
+    prompts.write_text("".join(json.dumps({"prompt": text, "label": "1"}) + "\n" for text in texts))
+    values = {
+        "hf_checkpoint": model, "output_dir": run, "prompt_data": prompts, "input_key": "prompt", "label_key": "label",
+        "rm_type": "random", "train_backend": "fsdp", "rollout_engine": "sglang", "num_rollout": 3,
+        "rollout_batch_size": 8, "n_samples_per_prompt": 4, "rollout_max_response_len": 32,
+        "max_tokens_per_gpu": 4096, "sglang_mem_fraction_static": 0.3, "sglang_attention_backend": ATTENTION,
+        "sglang_max_total_tokens": 65536,
+    } | flags  # fmt: skip
+    names = ("use_dynamic_batch_size", "colocate", "check_weight_update_equal", *switches)
+    typed = [word for name, value in values.items() if value is not None for word in (_flag(name), str(value))]
+    command = [sys.executable, "-m", "slime.launcher.cli", "train", *typed, *map(_flag, names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run / "logs").glob("*.log")))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "perf/step_time" in row]
+    for step in steps:
+        print({name: step.get(name) for name in ("train/train_rollout_logprob_abs_diff", "train/grad_norm")})
+        assert step["train/grad_norm"] > 0
+    assert len(steps) == values["num_rollout"]
+    return steps
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

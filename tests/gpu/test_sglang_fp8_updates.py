@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_needs import ATTENTION, make_samples, needs, write_fp8_qwen3, write_words
+from gpu_needs import ATTENTION, make_samples, needs, train_on_words, write_fp8_qwen3, write_words
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
@@ -204,27 +201,5 @@ def test_an_engine_computes_with_the_weights_of_an_update(model: str, tmp_path: 
 
 
 def test_a_run_sends_fp8(model: str, tmp_path: Path) -> None:
-    prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
-    random = np.random.default_rng(1)
-    lines = (" ".join(f"w{i}" for i in random.integers(3, WORDS, 24)) for _ in range(32))
-    prompts.write_text("".join(json.dumps({"prompt": text, "label": "1"}) + "\n" for text in lines))
-    flags = {
-        "hf-checkpoint": model, "output-dir": run, "prompt-data": prompts, "input-key": "prompt", "label-key": "label",
-        "rm-type": "random", "train-backend": "fsdp", "rollout-engine": "sglang", "num-rollout": 3,
-        "rollout-batch-size": 8, "n-samples-per-prompt": 4, "rollout-max-response-len": 32, "lr": 3e-3,
-        "max-tokens-per-gpu": 4096, "sglang-mem-fraction-static": 0.3, "sglang-attention-backend": ATTENTION,
-        "sglang-max-total-tokens": 65536,
-    }  # fmt: skip
-    switches = ["use-dynamic-batch-size", "colocate", "check-weight-update-equal"]
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "slime.launcher.cli", "train", *words, *(f"--{name}" for name in switches)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run / "logs").glob("*.log")))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "perf/step_time" in step]
-    assert len(steps) == 3
-    for step in steps:
-        print({name: step.get(name) for name in ("train/train_rollout_logprob_abs_diff", "train/grad_norm")})
+    for step in train_on_words(tmp_path, model, WORDS, lr=3e-3):
         assert step["train/train_rollout_logprob_abs_diff"] < 0.1
-        assert step["train/grad_norm"] > 0

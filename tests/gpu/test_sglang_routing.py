@@ -8,9 +8,6 @@ The model is a small mixture of experts with random weights. SLIME_TEST_ATTENTIO
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_needs import ATTENTION, needs, write_words
+from gpu_needs import ATTENTION, needs, train_on_words, write_words
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
@@ -137,28 +134,5 @@ def differences(model: str, samples: list[Sample], *, replayed: bool) -> np.ndar
 
 
 def test_a_run_replays_experts_and_sends_the_weights_of_experts(model: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    random = np.random.default_rng(1)
-    texts = (" ".join(f"w{i}" for i in random.integers(3, WORDS, 24)) for _ in range(32))
-    prompts.write_text("".join(json.dumps({"prompt": text, "label": "1"}) + "\n" for text in texts))
-    run = tmp_path / "run"
-    flags = {
-        "hf-checkpoint": model, "output-dir": run, "prompt-data": prompts, "input-key": "prompt", "label-key": "label",
-        "rm-type": "random", "train-backend": "fsdp", "rollout-engine": "sglang", "num-rollout": 3,
-        "rollout-batch-size": 8, "n-samples-per-prompt": 4, "rollout-max-response-len": 32, "lr": 1e-4,
-        "max-tokens-per-gpu": 4096, "sglang-mem-fraction-static": 0.3, "sglang-attention-backend": ATTENTION,
-        "sglang-max-total-tokens": 65536,
-    }  # fmt: skip
-    switches = ["use-dynamic-batch-size", "colocate", "use-rollout-routing-replay", "check-weight-update-equal"]
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "slime.launcher.cli", "train", *words, *(f"--{name}" for name in switches)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run / "logs").glob("*.log")))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "perf/step_time" in row]
-    assert len(steps) == 3
-    for step in steps:
-        print({name: step.get(name) for name in ("train/train_rollout_logprob_abs_diff", "train/grad_norm")})
+    for step in train_on_words(tmp_path, model, WORDS, "use_rollout_routing_replay", lr=1e-4):
         assert step["train/train_rollout_logprob_abs_diff"] < 0.1
-        assert step["train/grad_norm"] > 0

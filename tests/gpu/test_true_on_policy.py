@@ -8,9 +8,6 @@ Models are small, with random weights.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_needs import needs, write_words
+from gpu_needs import needs, train_on_words, write_words
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
@@ -142,25 +139,6 @@ def test_gradients_are_plain_ones_but_for_rounding(model: str, samples: list[Sam
 
 
 def test_no_token_of_a_run_differs(model: str, tmp_path: Path) -> None:
-    prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
-    random = np.random.default_rng(1)
-    lines = (" ".join(f"w{i}" for i in random.integers(3, WORDS, 24)) for _ in range(64))
-    prompts.write_text("".join(json.dumps({"prompt": text, "label": "1"}) + "\n" for text in lines))
-    values: dict[str, Any] = {
-        "hf-checkpoint": model, "output-dir": run, "prompt-data": prompts, "input-key": "prompt", "label-key": "label",
-        "rm-type": "random", "num-rollout": 4, "rollout-batch-size": 16, "n-samples-per-prompt": 8,
-        "rollout-max-response-len": 300, "lr": 1e-4, "max-tokens-per-gpu": 16384, "sglang-mem-fraction-static": 0.3,
-    }  # fmt: skip
-    switches = ["--use-dynamic-batch-size", "--colocate", "--true-on-policy-mode", "--check-weight-update-equal"]
-    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "slime.launcher.cli", "train", *words, *switches]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run / "logs").glob("*.log")))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "perf/step_time" in row]
-    for step in steps:
-        print({name: value for name, value in step.items() if name.startswith(("perf/", "train/"))})
+    longer = {"rollout_max_response_len": 300, "max_tokens_per_gpu": 16384, "sglang_attention_backend": None}
+    for step in train_on_words(tmp_path, model, WORDS, "true_on_policy_mode", lr=1e-4, **longer):
         assert step["train/train_rollout_logprob_abs_diff"] == 0
-        assert step["train/grad_norm"] > 0
-    assert len(steps) == 4
