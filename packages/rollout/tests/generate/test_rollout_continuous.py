@@ -38,16 +38,17 @@ class PacedBuffer(FakeBuffer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.given = self.most_leased = 0
+        self.given = 0
+        self.asked: list[int] = []
         self.changed = threading.Condition()
 
     def lease_groups(self, max_groups: int, pace: TrainerPace | None = None, **options: Any) -> list[Any]:
         assert pace is not None
         self.paces.append(pace)
+        self.asked.append(max_groups)
         room = (pace.weight_version + pace.max_staleness + 1) * self.size - self.given
         leased = super().lease_groups(max(0, min(max_groups, room)), **options)
         self.given += len(leased)
-        self.most_leased = max(self.most_leased, len(self.leased))
         return leased
 
     def complete_group(self, token: str, samples: list[Sample]) -> bool:
@@ -184,20 +185,26 @@ def test_a_dropped_group_is_replaced_and_a_late_one_is_left(engine, open_service
 
 
 def test_over_sampling_bounds_the_groups_in_flight(engine, open_service) -> None:
-    buffer = PacedBuffer(prompt_groups(40, 1), size=10)
+    groups = prompt_groups(40, 1)
+    engine.held_prompts = {tuple(ids(groups[0].samples[0].prompt))}
+    buffer = PacedBuffer(groups, size=10)
     client = open_service(buffer, engine, rollout_batch_size=2, over_sampling_batch_size=3)
     with generating(client):
-        buffer.wait_for(20)
-    assert buffer.most_leased == 3
+        buffer.wait_for(19)
+    # One group is in flight all the time.
+    assert buffer.asked[0] == 3 and max(buffer.asked[1:]) <= 2
 
 
 def test_with_a_tuned_limit_a_few_more_groups_are_leased_than_the_engines_take(engine, open_service) -> None:
     engine.loads = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 99, "token_usage": 0.0}]}
-    buffer = PacedBuffer(prompt_groups(40, 2), size=40)
+    groups = prompt_groups(40, 2)
+    engine.held_prompts = {tuple(ids(groups[0].samples[0].prompt))}
+    buffer = PacedBuffer(groups, size=40)
     client = open_service(buffer, engine, n_samples_per_prompt=2, rollout_batch_size=2, rollout_tune_concurrency=True)
     with generating(client) as seen:
         buffer.wait_for(30)
-    assert buffer.most_leased == START // 2 * 5 // 4 and seen[-1]["rollout/concurrency"] <= START
+    most = START // 2 * 5 // 4
+    assert buffer.asked[0] == most and max(buffer.asked[1:]) < most and seen[-1]["rollout/concurrency"] <= START
 
 
 def test_what_runs_at_the_end_goes_back_and_a_second_call_is_refused(engine, open_service) -> None:
