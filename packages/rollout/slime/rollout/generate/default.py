@@ -155,7 +155,9 @@ class RolloutIteration:
 
     async def _fits(self, group: list[Sample]) -> bool:
         """Returns whether the prompt of a group can be used; rejects the group, with the reason, if it cannot."""
-        refused = await refusal(self.state, group[0], self.args.rollout_max_prompt_len, self.state.context_len)
+        limit, context = self.args.rollout_max_prompt_len, self.state.context_len
+        # Not in a thread: more groups would be leased meanwhile.
+        refused = await refusal(self.state, group[0], limit, context, in_thread=False)
         if refused is None:
             self.refused_in_a_row = 0
             return True

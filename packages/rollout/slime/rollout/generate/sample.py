@@ -44,18 +44,19 @@ class Request:
 
 
 async def refusal(
-    state: RolloutState, sample: Sample, limit: int | None, context: int | None
+    state: RolloutState, sample: Sample, limit: int | None, context: int | None, *, in_thread: bool = True
 ) -> tuple[str, SlimeError] | None:
     """Returns (reason, error) for a prompt that cannot be used, otherwise None.
 
     limit: the most tokens that a setting allows. A custom generate function may rewrite its prompt, so that only this
-    limits it. context: the longest sequence of the model.
+    limits it. context: the longest sequence of the model. in_thread: whether texts are encoded in a thread, too, which
+    takes longer than the encoding and lets others have their turn.
     """
     custom = state.plugins.generate is not None
     if custom and limit is None:
         return None
     try:
-        length = await _prompt_length(state, sample)
+        length = await _prompt_length(state, sample, in_thread)
     except (InvalidField, DeadlineExceeded) as error:
         return UNUSABLE, error
     if not length:
@@ -67,16 +68,15 @@ async def refusal(
     return None
 
 
-async def _prompt_length(state: RolloutState, sample: Sample) -> int:
+async def _prompt_length(state: RolloutState, sample: Sample, in_thread: bool) -> int:
     """Returns the number of prompt tokens. Raises InvalidField for a prompt that cannot be rendered, DeadlineExceeded
     for a chat template that does not end."""
     tokens = sample.array("tokens")
     if len(tokens):
         return len(tokens) - sample.response_length
     await state.prompts.prepare([sample])
-    if sample.multimodal_inputs:
+    if in_thread or sample.multimodal_inputs:
         return len(await asyncio.to_thread(state.prompts.encode, sample))
-    # A text takes less time than a thread, in whose turn more groups would be leased.
     return len(state.prompts.encode(sample))
 
 
