@@ -13,6 +13,7 @@ from slime.types.clients.buffer_records import CHUNK_BYTES, chunks
 from slime.types.codec import sample_pieces
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample
+from slime.types.sample.validate import of_sample
 from slime.types.wire.encoded import MessagePieces
 from slime.v1 import buffer_pb2
 
@@ -47,10 +48,7 @@ def _encoded(samples: Sequence[Sample]) -> Iterator[MessagePieces]:
         try:
             yield sample_pieces(sample)
         except InvalidField as error:
-            field = f"samples[{position}]"
-            raise InvalidField(
-                f"{field}.{error.field}", error.value, error.expected, f"{field}.{error.message}"
-            ) from None
+            raise of_sample(error, position) from None
 
 
 def _size_of(message: MessagePieces) -> int:

@@ -151,10 +151,13 @@ def validate_samples(samples: Sequence[Any], check: Callable[[Any], None]) -> No
         try:
             check(sample)
         except InvalidField as error:
-            field = f"samples[{position}]"
-            raise InvalidField(
-                f"{field}.{error.field}", error.value, error.expected, f"{field}.{error.message}"
-            ) from None
+            raise of_sample(error, position) from None
+
+
+def of_sample(error: InvalidField, position: int) -> InvalidField:
+    """Returns the error of one sample as that of a list, in which it is at `position`."""
+    prefix = f"samples[{position}]."
+    return InvalidField(prefix + error.field, error.value, error.expected, prefix + error.message)
 
 
 def is_untrainable(sample: Sample) -> bool:
