@@ -334,15 +334,23 @@ def test_a_flag_that_turns_something_off_says_what_it_does(capsys: pytest.Captur
     assert "--disable-rewards-normalization Keep rewards as they are" in told
 
 
-@pytest.mark.parametrize("name, value, off", [("top-p", 0.8, 1), ("top-k", 20, -1)])
-@pytest.mark.parametrize("engine", [["--rollout-engine", "sglang"], ["--rollout-external-engine-addrs", "a:1"]])
+EXTERNAL, SGLANG = ["--rollout-external-engine-addrs", "a:1"], ["--rollout-engine", "sglang"]
+
+
+@pytest.mark.parametrize(
+    "engine, name, value, refusal",
+    [
+        (EXTERNAL, "top-p", 0.8, "--rollout-top-p 0.8 is not supported yet: .*cannot tell.*--rollout-top-p 1 "),
+        (EXTERNAL, "top-k", 20, "--rollout-top-k 20 is not supported yet: .*cannot tell.*--rollout-top-k -1 "),
+        (SGLANG, "top-p", 0.8, "--rollout-top-p 0.8 requires --rollout-top-k N: SGLang tells"),
+    ],
+)
 def test_training_on_a_nucleus_that_the_engine_does_not_tell_is_refused_and_evaluating_on_one_is_not(
-    base: list[str], engine: list[str], name: str, value: float, off: int
+    base: list[str], engine: list[str], name: str, value: float, refusal: str
 ) -> None:
     partial = [*base, f"--rollout-{name}", str(value)]
-    refusal = f"--rollout-{name} {value} is not supported yet: .*cannot tell.*--rollout-{name} {off} "
     for check in (True, False):
-        with pytest.raises(NotAvailable, match=refusal):
+        with pytest.raises(ConfigError, match=refusal):
             run_config.parse([*partial, *engine], check=check)
     run_config.parse([*partial, *engine, "--debug-rollout-only"])
     assert run_config.parse(partial).trainer.samples_from_nuclei

@@ -81,12 +81,17 @@ def test_batches_come_out_as_the_flags_say(words: list[str], capsys: pytest.Capt
     assert "32 / 8 samples per update = 4 optimizer updates" in text
 
 
-def test_nuclei_are_refused_on_a_machine_where_the_engine_does_not_tell_them(
+def test_nuclei_without_a_bound_are_refused_on_a_machine_where_the_engine_does_not_tell_them(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan(words, "--rollout-top-p", "0.9", capsys=capsys)
-    assert cli.main(["train", *words, "--dry-run", "--dry-run-gpus", "2", "--rollout-top-p", "0.9"]) != 0
-    assert "--rollout-top-p 0.9 is not supported yet: SGLang cannot tell" in capsys.readouterr().err
+    sglang = ["--dry-run-gpus", "2", "--rollout-top-p", "0.9"]
+    assert cli.main(["train", *words, "--dry-run", *sglang]) != 0
+    assert "--rollout-top-p 0.9 requires --rollout-top-k N: SGLang tells which tokens" in capsys.readouterr().err
+    plan(words, *sglang, "--rollout-top-k", "1000", capsys=capsys)
+    drafts = ["--rollout-top-k", "50", "--rollout-engine", "sglang", "--sglang-speculative-algorithm", "NGRAM"]
+    assert cli.main(["train", *words, "--dry-run", *sglang, *drafts]) != 0
+    assert "--rollout-top-p 0.9 and --sglang-speculative-algorithm cannot be used together" in capsys.readouterr().err
 
 
 def test_ranks_and_engines_are_on_the_gpus_that_a_run_would_give_them(

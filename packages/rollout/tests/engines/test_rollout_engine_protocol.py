@@ -6,6 +6,7 @@ import asyncio
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 import sglang_recording
 from rollout_tiny_model import write_tiny_model
 
+from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 from slime.rollout.fleet.concurrency import EngineLoad
+from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.generate.sample import append_output
 from slime.rollout.generate.state import eval_sampling_params, rollout_sampling_params
 from slime.rollout.settings.rollout import RolloutSettings
@@ -119,6 +124,40 @@ def test_an_answer_becomes_tokens_of_a_sample(call: Call) -> None:
     assert sample.tokens == PROMPT + answer["output_ids"]
     assert sample.weight_versions == ["0"] and sample.spans[0].weight_version == "0"
     assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+def test_nuclei_of_an_answer_become_those_of_a_sample(engine: EngineProcess, call: Call) -> None:
+    params = rollout_sampling_params(SETTINGS) | {"top_p": 0.9, "top_k": 2}
+    answer = call(lambda c: c.generate([PROMPT], [params], **KINDS[engine.kind].nuclei))[0]
+    sample = Sample(tokens=PROMPT)
+    append_output(Namespace(), sample, answer)
+    sample.validate()
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    assert ids is not None and offsets is not None and sample.rollout_log_probs is not None
+    for token, (first, last), log_prob in zip(
+        answer["output_ids"], pairwise(offsets), sample.rollout_log_probs, strict=True
+    ):
+        assert token in ids[first:last] and last - first <= 2
+        assert log_prob <= 0 and (log_prob > -1e-6) == (last - first == 1)
+    if engine.kind == "sglang":
+        assert sample.rollout_log_probs == [-0.25] * len(answer["output_ids"])
+
+
+@pytest.mark.parametrize("top_k", [-1, 2])
+def test_nuclei_are_asked_for_where_the_engine_returns_them(engine: EngineProcess, call: Call, top_k: int) -> None:
+    async def generate() -> dict[str, Any]:
+        params = rollout_sampling_params(SETTINGS) | {"top_p": 0.9, "top_k": top_k}
+        return (await fleet.generate([PROMPT], [params]))[0]
+
+    loop = LoopThread()
+    fleet = Fleet([engine], loop, FleetOptions(nuclei=True))
+    try:
+        answer = asyncio.run(generate())
+    finally:
+        fleet.stop()
+        loop.stop()
+    check_answer(answer, PROMPT, most=3)
+    assert ("top_p_token_ids" in answer["meta_info"]) == (top_k > 0 or engine.kind == "embedded")
 
 
 def test_control_calls_answer(call: Call) -> None:

@@ -42,6 +42,34 @@ def pieces(sizes: list[int], incremental: bool) -> list[dict[str, Any]]:
     return [answer(a if incremental else 0, b, i == len(steps) - 1) for i, (a, b) in enumerate(steps)]
 
 
+def as_sglang(piece: dict[str, Any]) -> dict[str, Any]:
+    """Lists the nuclei as SGLang does, beside log-probs over the whole vocabulary."""
+    meta = {name: value for name, value in piece["meta_info"].items() if not name.startswith("top_p")}
+    pairs = meta["output_token_logprobs"]
+    meta |= {
+        "output_token_sampling_mask": [list(range(n + 1)) for _, n, _ in pairs],
+        "output_token_sampling_logprobs": [log_prob for log_prob, _, _ in pairs],
+        "output_token_sampling_mask_length": len(pairs),
+        "output_token_logprobs": [[log_prob - 1, n, None] for log_prob, n, _ in pairs],
+    }  # fmt: skip
+    return piece | {"meta_info": meta}
+
+
+@given(SIZES, st.booleans())
+def test_nuclei_that_sglang_lists_are_those_of_the_answer(sizes: list[int], incremental: bool) -> None:
+    streamed = StreamedAnswers(1)
+    for piece in pieces(sizes, incremental):
+        streamed.add(as_sglang(piece), "e")
+    assert streamed.outputs() == [answer(0, sum(sizes), True)]
+
+
+def test_nuclei_that_are_not_one_a_token_end_the_request() -> None:
+    piece = as_sglang(answer(0, 3, True))
+    piece["meta_info"]["output_token_sampling_mask"].pop()
+    with pytest.raises(EngineError, match="engine e returns 2 nuclei and 3 log-probs over them for 3 tokens"):
+        StreamedAnswers(1).add(piece, "e")
+
+
 @given(st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=3), st.randoms())
 def test_pieces_in_any_order_of_the_prompts_make_the_answers(answers: Any, random: Any) -> None:
     streamed, left = StreamedAnswers(len(answers)), [pieces(*each) for each in answers]

@@ -158,6 +158,14 @@ class Recording:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
             meta["output_token_logprobs_length"] = len(ids)
+        if body.get("return_sampling_mask"):
+            if params.get("top_k", -1) == -1:
+                error = "return_sampling_mask requires finite top_k"
+                finish, ids = {"type": "abort", "message": error, "status_code": None, "err_type": None}, []
+                meta |= {"finish_reason": finish, "output_token_logprobs": []}
+            meta["output_token_sampling_mask"] = [[token, token + 1] for token in ids]
+            meta["output_token_sampling_logprobs"] = [-0.25] * len(ids)
+            meta["output_token_sampling_mask_length"] = len(ids)
         meta |= {"reasoning_tokens": 0, "completion_tokens": len(ids), "cached_tokens": 2, "dp_rank": None}
         if "speculative_algorithm" in self.flags:
             meta |= {

@@ -10,7 +10,7 @@ from slime.converters.megatron.args import model_args, read_model_config
 from slime.converters.megatron.flags import given
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
 from slime.launcher.config.checks.engine_weights import refuse_quantized
-from slime.launcher.config.checks.run import refuse_nuclei
+from slime.launcher.config.checks.run import check_nuclei
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, plan_placement
@@ -102,8 +102,8 @@ class Plan:
             return None
         kind = choose_engine(rollout, self.hardware.gpus, assume_installed=self.hardware.assumed)
         trains = self.config.launcher.num_rollout != 0 and not self.config.launcher.debug_rollout_only
-        if trains and not kind.returns_nuclei:
-            refuse_nuclei(rollout.rollout_top_p, rollout.rollout_top_k, kind.title)
+        if trains:
+            check_nuclei(rollout.rollout_top_p, rollout.rollout_top_k, kind)
         if not self.config.launcher.debug_rollout_only:
             refuse_quantized(self.config.trainer.hf_checkpoint, kind)
         return kind

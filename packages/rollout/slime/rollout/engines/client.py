@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from slime.rollout.engines.http import EngineHTTP
-from slime.rollout.engines.streams import StreamedAnswers
+from slime.rollout.engines.streams import StreamedAnswers, with_nuclei
 from slime.types.errors import EngineError
 
 JSON = dict[str, Any]
@@ -62,7 +62,10 @@ class EngineClient(EngineHTTP):
             await self._stream(body, streamed, headers, timeout)
             outputs = streamed.outputs()
             return outputs if _is_list(text if input_ids is None else input_ids) else outputs[0]
-        return await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=True)
+        answer = await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=True)
+        if isinstance(answer, list):
+            return [with_nuclei(each, self.name) for each in answer]
+        return with_nuclei(answer, self.name)
 
     async def _stream(
         self, body: JSON, streamed: StreamedAnswers, headers: Mapping[str, str] | None, timeout_seconds: float

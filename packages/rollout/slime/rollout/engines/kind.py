@@ -91,7 +91,9 @@ class EngineKind(abc.ABC):
     aborts_before_stop: whether it stops only after its requests have ended.
     stream_interval: the default of `--rollout-stream-interval` for an engine with `increments`.
     increments: fields of a request that ask an engine with this ability for them.
-    returns_nuclei: whether its answers can hold the token ids that top-p and top-k left, which training needs.
+    nuclei: fields of a request that ask for the token ids that top-p and top-k left, which training needs; empty: its
+    answers cannot hold them.
+    nuclei_need_top_k: whether its answers hold them only where top-k bounds their number.
     fixes: for each ability that a running engine may lack, the flag of its server that turns it on.
     """
 
@@ -109,7 +111,8 @@ class EngineKind(abc.ABC):
     aborts_before_stop: ClassVar[bool] = False
     stream_interval: ClassVar[int] = 0
     increments: ClassVar[Mapping[str, Any]] = {}
-    returns_nuclei: ClassVar[bool] = False
+    nuclei: ClassVar[Mapping[str, Any]] = {}
+    nuclei_need_top_k: ClassVar[bool] = False
     fixes: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod

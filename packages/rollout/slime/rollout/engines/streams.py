@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, counted
 
 JSON = dict[str, Any]
 
 PAIRS = "output_token_logprobs"
 # The nuclei of all tokens: their ids, and where each begins and the last one ends, in base64 of int32.
 NUCLEI = ("top_p_token_ids", "top_p_token_offsets")
+
+# SGLang's own fields: the ids of each token's nucleus, the sampled token's log-prob among them, and their number.
+_MASKS, _MASKED_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+_SGLANG_NUCLEI = frozenset({_MASKS, _MASKED_LOG_PROBS, "output_token_sampling_mask_length"})
 
 
 class StreamedAnswers:
@@ -87,6 +91,7 @@ class _Answer:
         self._latest: JSON = {}
 
     def add(self, piece: JSON, engine: str) -> None:
+        piece = with_nuclei(piece, engine)
         meta = piece.get("meta_info") or {}
         pairs = meta.get(PAIRS)
         ids = piece.get("output_ids") or [] if pairs is None else [pair[1] for pair in pairs]
@@ -128,6 +133,26 @@ def first_tokens(output: Mapping[str, Any], count: int) -> JSON:
         ids, bounds = (_decoded(meta[name]) for name in NUCLEI)
         meta |= _nuclei([[ids[: bounds[count]], bounds[: count + 1]]])
     return {"output_ids": [pair[1] for pair in pairs], "meta_info": meta}
+
+
+def with_nuclei(answer: JSON, engine: str) -> JSON:
+    """Returns an answer, or a piece of one, in which the nuclei that SGLang lists are arrays, and log-probs are over
+    them. Raises EngineError if their number is wrong."""
+    meta = answer.get("meta_info") or {}
+    if _MASKS not in meta:
+        return answer
+    pairs, masks, log_probs = (meta.get(name) or [] for name in (PAIRS, _MASKS, _MASKED_LOG_PROBS))
+    if not len(pairs) == len(masks) == len(log_probs):
+        raise EngineError(
+            f"engine {engine} returns {counted(len(masks), 'nucleus', 'nuclei')} and "
+            f"{counted(len(log_probs), 'log-prob')} over them for {counted(len(pairs), 'token')}",
+            field=engine, value=len(masks), expected=str(len(pairs)),
+        )  # fmt: skip
+    ids = np.fromiter((token for mask in masks for token in mask), "<i4")
+    bounds = np.cumsum([0, *map(len, masks)])
+    kept = {name: value for name, value in meta.items() if name not in _SGLANG_NUCLEI}
+    kept[PAIRS] = [[log_prob, *pair[1:]] for log_prob, pair in zip(log_probs, pairs, strict=True)]
+    return answer | {"meta_info": kept | _nuclei([[ids, bounds]])}
 
 
 def refusal(piece: Mapping[str, Any]) -> tuple[int, Any] | None:

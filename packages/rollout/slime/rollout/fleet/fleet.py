@@ -116,13 +116,12 @@ class Fleet(WatchedEngines):
                 async with self.admit(len(input_ids), session_id, member, keys) as chosen:
                     engine, limit = chosen.engine, chosen.limit
                     began = 0 if limit is None else limit.began(_most_tokens(input_ids, sampling_params))
-                    if self.options.nuclei and chosen.kind.returns_nuclei:
-                        extra["return_top_p_token_ids"] = True
+                    nuclei = self._nuclei(chosen, sampling_params)
                     streamed, params, streaming = self._stream(chosen, sampling_params, on_output)
                     try:
                         call = chosen.client.generate(
                             input_ids, params, rid=rids, return_logprob=True, headers=headers, streamed=streamed,
-                            **extra, **streaming,
+                            **extra, **nuclei, **streaming,
                         )  # fmt: skip
                         outputs = await chosen.until_left(call)
                         answered = True
@@ -147,6 +146,12 @@ class Fleet(WatchedEngines):
                 value=count,
             )
         return outputs
+
+    def _nuclei(self, member: Member, sampling_params: list[dict[str, Any]]) -> Mapping[str, Any]:
+        """Returns the fields of a request that ask for nuclei."""
+        bounded = all(params.get("top_k", -1) > 0 for params in sampling_params)
+        asks = self.options.nuclei and (bounded or not member.kind.nuclei_need_top_k)
+        return member.kind.nuclei if asks else {}
 
     def _stream(
         self, member: Member, sampling_params: list[dict[str, Any]], on_output: OnOutput | None

@@ -46,8 +46,8 @@ class FleetOptions:
 
     concurrency: samples in flight per engine, at most where the limit is tuned. tunes_concurrency: whether the limit of
     each engine follows the engine's load. routed_experts: whether answers hold the experts chosen for each token.
-    nuclei: whether answers hold the token ids that top-p and top-k left to sample from, where the engine can return
-    them. stream_interval: tokens after which engines hand over what they have; 0: only whole answers; None: the default
+    nuclei: whether answers hold the token ids that top-p and top-k left to sample from, where the engine returns them.
+    stream_interval: tokens after which engines hand over what they have; 0: only whole answers; None: the default
     of each engine's kind. restarts: None makes the whole fleet fail with its first lost engine.
     """
 

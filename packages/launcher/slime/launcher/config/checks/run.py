@@ -24,6 +24,7 @@ from slime.launcher.config.derived import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers
 from slime.launcher.run_directory.writable import check_places
+from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.rewards.registry import may_return_dict
@@ -151,15 +152,28 @@ def _check_nuclei(args: Mapping[str, Any]) -> None:
     """Refuses to train with engines that do not report their nuclei; for an engine chosen later, the plan does."""
     if args["num_rollout"] == 0 or args["debug_rollout_only"] or args["debug_train_only"]:
         return
-    kind = KINDS.get(args["rollout_engine"])
+    top_p, top_k, kind = args["rollout_top_p"], args["rollout_top_k"], KINDS.get(args["rollout_engine"])
     if args["rollout_external_engine_addrs"]:
-        refuse_nuclei(args["rollout_top_p"], args["rollout_top_k"], "engines that run already")
-    elif kind is not None and not kind.returns_nuclei:
-        refuse_nuclei(args["rollout_top_p"], args["rollout_top_k"], kind.title)
+        refuse_nuclei(top_p, top_k, "engines that run already")
+    elif kind is not None:
+        check_nuclei(top_p, top_k, kind)
+
+
+def check_nuclei(top_p: float, top_k: int, kind: EngineKind) -> None:
+    """Raises ConfigError if engines of this kind would sample from a part of the vocabulary without reporting which."""
+    if not kind.nuclei:
+        refuse_nuclei(top_p, top_k, kind.title)
+    if kind.nuclei_need_top_k and top_p < 1 and top_k <= 0:
+        raise InvalidSetting.requires(
+            as_typed("rollout_top_p", top_p),
+            "--rollout-top-k N",
+            f"{kind.title} tells which tokens each one was sampled from only if their number is bounded; 1000 "
+            "hardly changes the distribution",
+        )
 
 
 def refuse_nuclei(top_p: float, top_k: int, engine: str) -> None:
-    """Raises NotAvailable if `engine` would sample from a part of the vocabulary without reporting which."""
+    """Raises NotAvailable if top-p or top-k is on, because `engine` does not report what they left to sample from."""
     for name, value, off in (("rollout_top_p", top_p, 1), ("rollout_top_k", top_k, -1)):
         if value != off:
             raise NotAvailable.unavailable(

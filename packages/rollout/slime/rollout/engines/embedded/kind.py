@@ -42,7 +42,7 @@ class Embedded(EngineKind):
     delta_carriers = ("tensor", "disk")
     stream_interval = 64
     increments = {"incremental": True}
-    returns_nuclei = True
+    nuclei = {"return_top_p_token_ids": True}
     server_flags = frozenset({"tool_call_parser", "reasoning_parser"})
     own_settings = {
         "rollout_num_engines": "--rollout-num-gpus", "rollout_engine_dtype": "--sglang-dtype",

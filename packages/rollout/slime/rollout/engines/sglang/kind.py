@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.rollout.children.environment import search_path
 from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.rollout.engines.sglang.installed import is_installed
-from slime.types.errors import ConfigError, EngineError, InvalidField, NotAvailable
+from slime.types.errors import ConfigError, EngineError, InvalidField, InvalidSetting, NotAvailable
+from slime.types.setting_values import flag_name
 
 if TYPE_CHECKING:
     from slime.rollout.engines.client import EngineClient
@@ -35,6 +36,8 @@ class SGLang(EngineKind):
     own_settings = {"rollout_num_gpus_per_engine": ""}
     image_models = frozenset({"qwen2_vl", "qwen2_5_vl"})
     aborts_before_stop = True
+    nuclei = {"return_sampling_mask": True}
+    nuclei_need_top_k = True
     fixes = {
         "seeded": "--enable-deterministic-inference",
         "memory_saver": "--enable-memory-saver",
@@ -46,6 +49,14 @@ class SGLang(EngineKind):
 
     def not_installed(self) -> ConfigError:
         return NotAvailable.requires("--rollout-engine sglang", "SGLang", "it is not installed")
+
+    def check(self, settings: RolloutSettings) -> None:
+        name = "rollout_top_p" if settings.rollout_top_p < 1 else "rollout_top_k"
+        if settings.samples_from_nuclei and settings.sglang_args.get("speculative_algorithm"):
+            raise InvalidSetting.conflict(
+                f"{flag_name(name)} {getattr(settings, name):g}", "--sglang-speculative-algorithm",
+                "SGLang cannot tell then which tokens each one was sampled from",
+            )  # fmt: skip
 
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
         used = len(gpus) // gpus_per_engine * gpus_per_engine
