@@ -72,7 +72,7 @@ class Trainer:
         # The ranks of a node share one store of blobs, so each can read its samples by itself.
         self._step = TrainStep(
             settings, self.backend, ranks, extra_args, each_reads=buffer.blobs is not None, critic=self.critic,
-            before_update=lambda: self._memory.arrive(),
+            before_passes=lambda: self._memory.fetch(), before_update=lambda: self._memory.arrive(),
         )  # fmt: skip
         self._planner = Planner(settings, feeds_all=self.backend.needs_every_sample)
         self._weight_sender = (

@@ -85,6 +85,8 @@ def test_what_only_updates_read_comes_and_leaves_while_other_work_goes_on(model:
         memory = DeviceMemory(
             runner.backend, enabled=True, device_types=(runner.backend.device.type,), memory=lambda: (10**12, 10**12, 0)
         )
+        coming: list[bool] = []
+        runner.before_passes = lambda: (coming.append(bool(memory._coming)), memory.fetch())[0]
         runner.before_update = memory.arrive
         norms, sent = [], []
         for step in range(3):
@@ -99,6 +101,8 @@ def test_what_only_updates_read_comes_and_leaves_while_other_work_goes_on(model:
             sent.append({name: weight.clone() for name, weight in runner.backend.named_weights(dtype=torch.bfloat16)})
             memory.release(WEIGHTS)
             assert held_bytes(runner, TRAINING) == held_bytes(runner, WEIGHTS) == 0
+        # Its copy begins when the samples are there, which do not wait behind it. The first step may have none.
+        assert coming[1:] == [late] * 2
         return norms, sent
 
     (norms, sent), (expected, expected_sent) = run(True), run(False)

@@ -266,9 +266,15 @@ class Runner:
         device = pick_device(self.ranks.rank)
         self.backend = build_backend(settings, self.ranks, device, weights=weights, megatron=megatron)
         self.critic = build_critic(settings, self.ranks, device, self.backend)
+        self.before_passes: Callable[[], None] = lambda: None
         self.before_update: Callable[[], None] = lambda: None
         self._step = TrainStep(
-            settings, self.backend, self.ranks, critic=self.critic, before_update=lambda: self.before_update()
+            settings,
+            self.backend,
+            self.ranks,
+            critic=self.critic,
+            before_passes=lambda: self.before_passes(),
+            before_update=lambda: self.before_update(),
         )
 
     def run(self, step: int = 0, samples: Sequence[Sample] | None = None) -> dict[str, float]:

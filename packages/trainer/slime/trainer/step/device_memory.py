@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 PARTS = (WEIGHTS, TRAINING)
 # The part of a GPU's memory that stays free beside trainer and engines, whose own need may grow.
 _SPARE = 0.1
+# Bytes of one copy: what others copy to or from the device waits for no more than that.
+_PIECE = 64 << 20
 # Bytes that engines may take for each parameter of the model before the last of the trainer's memory has left.
 _OF_ENGINES = 4
 
@@ -69,6 +71,8 @@ class DeviceMemory:
         # TRAINING on its way to the host, whose device memory is not free yet, and the event that marks its arrival.
         self._leaving: list[_Away] = []
         self._left: torch.cuda.Event | None = None
+        # TRAINING whose memory is on the device, and whose contents are not on their way yet.
+        self._coming: list[_Away] = []
         # The event that marks the arrival of TRAINING on the device; None if nothing is under way.
         self._arrived: torch.cuda.Event | None = None
         on_gpu = backend.device.type == "cuda" and torch.cuda.is_available()
@@ -81,7 +85,8 @@ class DeviceMemory:
         return self.stays and (self._room is None or self._needed <= self._room)
 
     def need(self, *parts: str, late: bool = False) -> None:
-        """Moves `parts` back to the device. late: what only updates read may arrive later; `arrive` waits for it."""
+        """Moves `parts` back to the device. late: what only updates read may arrive later; `fetch` begins to copy it,
+        and `arrive` waits for it."""
         if TRAINING in parts:
             self._free_what_left()
         self.arrive()
@@ -91,14 +96,21 @@ class DeviceMemory:
             for away in pieces:
                 away.take_memory()
             if late and part == TRAINING:
-                self._arrived = self._beside(partial(_fill, pieces))
+                self._coming = pieces
             else:
                 _fill(pieces)
-        if moved and self._arrived is None:
+        if moved and not self._coming:
             _synchronize()
+
+    def fetch(self) -> None:
+        """Begins to copy what `need` left for later, beside work that is queued from now on."""
+        if self._coming:
+            coming, self._coming = self._coming, []
+            self._arrived = self._beside(partial(_fill, coming))
 
     def arrive(self) -> None:
         """Makes work that is queued from now on wait for the tensors that `need` left for later."""
+        self.fetch()
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
             self._arrived = None
@@ -254,7 +266,7 @@ class _Away:
     def fill(self) -> None:
         if self._copy is None:
             return
-        _bytes(self._storage).copy_(self._copy, non_blocking=True)
+        _copy_pieces(self._copy, _bytes(self._storage))
 
 
 def _fill(pieces: Sequence[_Away]) -> None:
@@ -266,7 +278,13 @@ def _host_copy(storage: torch.UntypedStorage, memory: Tensor | None) -> Tensor:
     """Copies `storage` into `memory` if that fits, else into new memory; ready after a synchronisation."""
     if memory is None or len(memory) != storage.nbytes():
         memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return memory.copy_(_bytes(storage), non_blocking=True)
+    _copy_pieces(_bytes(storage), memory)
+    return memory
+
+
+def _copy_pieces(source: Tensor, target: Tensor) -> None:
+    for piece, place in zip(source.split(_PIECE), target.split(_PIECE), strict=True):
+        place.copy_(piece, non_blocking=True)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -49,7 +49,8 @@ MUCH_REPEATED = 1.25
 class TrainStep:
     """Runs steps of one trainer; `run` is collective. each_reads: see ReplicaReader.
 
-    before_update: called before each use of the optimizer's state, which only updates read.
+    before_passes: called when the samples are on the device. before_update: called before each use of the optimizer's
+    state, which only updates read.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class TrainStep:
         *,
         each_reads: bool = False,
         critic: Backend | None = None,
+        before_passes: Callable[[], None] = lambda: None,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
+        self._before_passes = before_passes
         self._before_update = before_update
         self.backend = backend
         self.ranks = ranks
@@ -91,6 +94,7 @@ class TrainStep:
         with clock.measure("perf/train_time"), self._profiler.trace("train_overall", step):
             with clock.measure("perf/train_data_time"):
                 updates = self._read(plan, read)
+                self._before_passes()
             if self.settings.reset_optimizer_states:
                 self._before_update()
                 self.backend.reset_optimizer()
