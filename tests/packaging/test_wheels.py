@@ -146,7 +146,7 @@ NAMES = {
     "yaml": "pyyaml",
 }
 # Imported where they happen to be installed, and required by nobody.
-OPTIONAL = {"sglang", "uvloop"}
+OPTIONAL = {"sglang", "triton", "uvloop"}
 
 
 @pytest.mark.parametrize("name", SIBLINGS)

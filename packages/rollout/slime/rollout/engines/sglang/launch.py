@@ -11,6 +11,7 @@ from slime.rollout.doors import check_exposure
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.sglang import plugin
 from slime.rollout.engines.sglang.flags import check, command_line
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.types.errors import InvalidSetting
@@ -71,7 +72,8 @@ def start_sglang(
             *("--", *server),
         ],
         host=options.host,
-        env={VISIBLE: ",".join(options.gpus), **(env or {})},
+        env={VISIBLE: ",".join(options.gpus), **plugin.environment(options.args, deterministic=options.deterministic)}
+        | dict(env or {}),
         grace_seconds=GRACE_SECONDS,
         api_key=api_key,
     )
