@@ -175,9 +175,9 @@ def save_checkpoint(
     Raises OutOfSpace, and InvalidSetting for a path that takes no checkpoint. After these and any other failure, `path`
     is as it was before.
     """
-    parts = [_Part(backend, state, optimizer)]
+    parts = [_Part(backend, state, source, optimizer)]
     if critic is not None:
-        parts.append(_Part(critic, dataclasses.replace(state, updates=critic.updates), optimizer))
+        parts.append(_Part(critic, dataclasses.replace(state, updates=critic.updates), source, optimizer))
 
     def write_all() -> None:
         need = torch.float32.itemsize * sum(part.elements for part in parts)
@@ -195,8 +195,9 @@ def save_checkpoint(
 class _Part:
     """A backend as one directory of a checkpoint."""
 
-    def __init__(self, backend: FsdpBackend, state: TrainerState, optimizer: bool) -> None:
+    def __init__(self, backend: FsdpBackend, state: TrainerState, source: Path, optimizer: bool) -> None:
         self.backend = backend
+        self.untrained = _sizes_in(source, backend.untrained_weights())
         self.state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
         self.weights = backend.named_weights()
         self.moments = backend.optimizer_state() if self.state.has_optimizer else iter(())
@@ -204,11 +205,12 @@ class _Part:
     @property
     def elements(self) -> int:
         moments = sum(self.backend.optimizer_sizes().values()) if self.state.has_optimizer else 0
-        return sum(self.backend.weight_sizes().values()) + moments
+        return sum(self.backend.weight_sizes().values()) + moments + sum(self.untrained.values())
 
     def write(self, directory: Path, source: Path, place: bytes | None) -> None:
         copy_side_files(source, directory, "float32")
-        write(directory, as_dtype(self.weights, torch.float32))
+        untrained = _of_source(source, list(self.untrained))
+        write(directory, as_dtype(itertools.chain(self.weights, untrained), torch.float32))
         if self.state.has_optimizer:
             (directory / OPTIMIZER_DIR).mkdir()
             write(directory / OPTIMIZER_DIR, as_dtype(self.moments, torch.float32))
@@ -235,12 +237,11 @@ def write_model(
 
     untrained: names of tensors that are copied from `source` if it has them.
     """
-    kept = SafetensorsDir(source).tensors if (names := list(untrained)) else {}
-    names = [name for name in names if name in kept]
-    size = (sum(sizes.values()) + sum(kept[name].num_elements for name in names)) * dtype.itemsize
+    kept = _sizes_in(source, untrained)
+    size = (sum(sizes.values()) + sum(kept.values())) * dtype.itemsize
     with whole_directory(path, WRITER, need_bytes=size) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
-        write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(_of_source(source, names), dtype)))
+        write(directory, as_dtype(itertools.chain(weights, _of_source(source, list(kept))), dtype))
     return size
 
 
@@ -251,6 +252,12 @@ def write_as_given(path: Path, weights: NamedTensors, num_bytes: int, source: Pa
         copy_side_files(source, directory)
         write(directory, weights)
     return num_bytes
+
+
+def _sizes_in(source: Path, names: Iterable[str]) -> dict[str, int]:
+    """Returns the elements of those of the tensors that a directory has."""
+    kept = SafetensorsDir(source).tensors if (names := list(names)) else {}
+    return {name: kept[name].num_elements for name in names if name in kept}
 
 
 def _of_source(source: Path, names: list[str]) -> NamedTensors:

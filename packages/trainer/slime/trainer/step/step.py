@@ -73,6 +73,7 @@ class TrainStep:
         self.loss = Loss(settings, extra_args)
         self._reader = ReplicaReader(ranks, backend, each_reads=each_reads)
         self.args = flat_args(settings, extra_args)
+        self._critic = critic
         self.critic = None if critic is None else CriticStep(settings, critic, ranks)
         # Rows are laid out once, for the policy and the critic.
         self._gathers_keys = backend.gathers_keys or (critic is not None and critic.gathers_keys)
@@ -133,10 +134,14 @@ class TrainStep:
         metrics["perf/actor_train_tokens_per_second"] = tokens / max(clock.seconds["perf/actor_train_time"], 1e-9)
         return metrics
 
+    @property
+    def _shares_prompts(self) -> bool:
+        return self.backend.can_share_prompts and (self._critic is None or self._critic.can_share_prompts)
+
     def _read(self, plan: dict[str, Any], read: ReadSamples) -> list[Work]:
         """Reads this replica's share of every update, packed."""
         backend = self.backend
-        lengths, prefixes = lengths_of(plan, share_prompts=backend.can_share_prompts), None
+        lengths, prefixes = lengths_of(plan, share_prompts=self._shares_prompts), None
         assigned = first = self._assign(plan, lengths)
         samples = self._samples(read, assigned, {})
         if lengths.prompts:
@@ -235,7 +240,7 @@ class TrainStep:
             positions,
             [plan["rewards"][p] for p in positions],
             [plan["weights"][p] for p in positions],
-            share_prompts=self.backend.can_share_prompts,
+            share_prompts=self._shares_prompts,
             trunks=[trunks.get(p) for p in positions],
             gather=self._gathers_keys,
             multiple=self.backend.row_multiple,

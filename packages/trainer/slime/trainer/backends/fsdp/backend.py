@@ -29,8 +29,9 @@ from slime.trainer.backends.base import (
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp import routing
 from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
+from slime.trainer.backends.fsdp.delta_net import has_state
 from slime.trainer.backends.fsdp.master import MasterWeights
-from slime.trainer.backends.fsdp.names import disk_parts, other_in_files
+from slime.trainer.backends.fsdp.names import disk_parts, left_out, other_in_files
 from slime.trainer.backends.fsdp.on_policy import EngineForward, check_family
 from slime.trainer.backends.fsdp.optimizer import AdamWStep, PolicyOptimizer
 from slime.trainer.backends.fsdp.passes import Passes
@@ -51,7 +52,6 @@ log = logging.getLogger(__name__)
 
 class FsdpBackend(Backend):
     name = "fsdp"
-    can_share_prompts = True
     # True if other models may be loaded to compare the policy with.
     _has_references = True
     _replays_routing = True
@@ -89,6 +89,8 @@ class FsdpBackend(Backend):
         self._master = MasterWeights(self.policy, ranks.rank, ranks.world_size) if bf16_copy else None
         self.snapshots = Snapshots([self.policy])
         self.row_multiple = settings.data_pad_size_multiplier
+        self._has_state = has_state(policy)
+        self.can_share_prompts = not self._has_state
         self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config) or self._engine is not None
         self.reference: nn.Module | None = None
         if settings.needs_reference and self._has_references:
@@ -152,6 +154,7 @@ class FsdpBackend(Backend):
         loading.check_vocabulary(model.config, self.vocab_size, flag, path)
         # All models share one layout of the rows.
         self.gathers_keys |= "sliding_attention" in loading.layer_types(model.config)
+        self.can_share_prompts &= not has_state(model)
         placed = self._place(model.requires_grad_(False))
         if self._master is not None:
             loading.round_parameters(placed)
@@ -184,6 +187,8 @@ class FsdpBackend(Backend):
     def memory_stays(self, stays: bool) -> None:
         # CUDA graphs hold addresses, and offloaded memory comes back at other ones.
         lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
+        # What layers with a state launch depends on the lengths of a row's samples.
+        lasts &= not self._has_state
         if self._passes.rows is not None:
             self._passes.rows.use_graphs(lasts and self.device.type == "cuda")
 
@@ -306,6 +311,9 @@ class FsdpBackend(Backend):
     def weight_sizes(self) -> dict[str, int]:
         shapes = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in self._weights())
         return {n: part.numel() for name, shape in shapes for n, part in self._in_files(name, shape)}
+
+    def untrained_weights(self) -> list[str]:
+        return left_out(self.policy, self.settings.hf_checkpoint, self.weight_sizes())
 
     def _in_files(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         if name not in self._other_in_files:

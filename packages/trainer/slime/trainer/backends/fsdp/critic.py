@@ -54,6 +54,9 @@ class FsdpCritic(FsdpBackend):
             loading.check_vocabulary(critic.config, policy.vocab_size, flag, path)
         return critic, flag
 
+    def untrained_weights(self) -> list[str]:
+        return []
+
 
 def load_critic(path: str, *, flag: str) -> nn.Module:
     """Loads a language model with a head [1, hidden]: that of a critic's directory, zeros for any other model.

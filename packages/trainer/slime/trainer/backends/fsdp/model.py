@@ -11,6 +11,7 @@ from torch import nn
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.quantization_config import block_size, quantization_of
 from slime.trainer.backends.fsdp.attention import use_packed_attention
+from slime.trainer.backends.fsdp.delta_net import FAMILIES, use_packed_delta_nets
 from slime.trainer.backends.fsdp.vision import accept_images
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.files import no_directory
@@ -40,8 +41,9 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     _turn_off_dropout(config)
     if other_head:
         _untie_head(config)
+    model_type = config.get_text_config().model_type
     for kind in layer_types(config):
-        if kind not in _PACKABLE:
+        if kind not in _PACKABLE and not (kind == "linear_attention" and model_type in FAMILIES):
             raise NotAvailable.unavailable(f"layer_types {kind}", "these layers cannot handle packed rows").at(flag)
     try:
         model_class = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
@@ -56,6 +58,7 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
+    use_packed_delta_nets(model)
     use_packed_attention(model if model_class is AutoModelForCausalLM else model.get_decoder(), flag=flag)
     for module in model.modules():
         if isinstance(module, nn.Embedding):

@@ -5,11 +5,14 @@ transformers holds the experts of a layer in two tensors; the files have three m
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.types.errors import NotAvailable
 from slime.types.models.vision import vision_of
 
@@ -46,6 +49,14 @@ def other_in_files(model: Any, flag: str) -> frozenset[str]:
         if parts.get(name) is not whole:
             differing.add(name)
     return frozenset(differing)
+
+
+def left_out(model: Any, directory: str, trained: Container[str]) -> list[str]:
+    """Names the tensors in the files of `directory` that the class of `model` leaves out by design: layers that predict
+    further tokens, and what reads images in a model that is trained on text."""
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    names = SafetensorsDir(directory).tensors if patterns else {}
+    return [name for name in names if name not in trained and any(pattern.search(name) for pattern in patterns)]
 
 
 def _not_available(model: Any, flag: str, name: str) -> NotAvailable:
