@@ -2,8 +2,8 @@
 
 U: distinct prompts of the batch, B: sequences still running, P: length of the longest prompt, T: P plus the decoded
 tokens. Prompts are padded on the left. Samples of one prompt share its prefill: U rows are computed and copied to B.
-Keys and values are a rectangle of B x T tokens. When it exceeds the planned memory, the shortest sequences leave, and
-continue from their tokens in a later batch.
+Keys and values are a rectangle of B x T tokens; a recurrent state counts as the tokens that take its memory. When they
+exceed the planned memory, the shortest sequences leave, and continue from their tokens in a later batch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from slime.rollout.engines.embedded.model.response import Response
 COMPACT_FRACTION = 0.25
 # When rows have to leave, this fraction of those that would fit leaves too, so that not every step copies the cache.
 SLACK_FRACTION = 0.125
+_RECURRENT = "linear_attention"
 
 
 class PaddedBatch(Batch):
@@ -38,6 +39,7 @@ class PaddedBatch(Batch):
         super().__init__(loaded, rng)
         self._model = loaded.model
         self.max_tokens = max_tokens or tokens_in_memory(token_bytes(self._model), fraction, self._model.device)
+        self._state_tokens = state_tokens(self._model)
         self._vision = loaded.vision
         self._routing = loaded.routing
         self._device = next(self._model.parameters()).device
@@ -58,7 +60,7 @@ class PaddedBatch(Batch):
     @property
     def used_tokens(self) -> int:
         mask = self._mask
-        return 0 if mask is None else mask.numel()
+        return 0 if mask is None else mask.numel() + len(mask) * self._state_tokens
 
     def add(self, responses: Sequence[Response]) -> None:
         assert self._cache is None
@@ -105,7 +107,7 @@ class PaddedBatch(Batch):
         if rows == list(range(len(prompts))):
             return logits_UV
         chosen = torch.tensor(rows, device=self._device)
-        self._cache.batch_select_indices(chosen)
+        _select(self._cache, chosen)
         self._mask = mask_UP[chosen]
         return logits_UV[chosen]
 
@@ -132,7 +134,7 @@ class PaddedBatch(Batch):
     def _compact(self) -> None:
         assert self._mask is not None
         kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
-        fitting = max(1, self.max_tokens // (self._mask.shape[1] + 1))
+        fitting = max(1, self.max_tokens // (self._mask.shape[1] + 1 + self._state_tokens))
         if len(kept) > fitting:
             # The shortest sequences cost least to compute again, and the others are closer to their end.
             longest = sorted(kept, key=lambda i: len(self._rows[i].key[1]), reverse=True)
@@ -142,7 +144,7 @@ class PaddedBatch(Batch):
         elif len(self._rows) <= fitting and len(self._rows) - len(kept) < max(1, COMPACT_FRACTION * len(self._rows)):
             return
         chosen = torch.tensor(kept, device=self._device)
-        self._cache.batch_select_indices(chosen)
+        _select(self._cache, chosen)
         self._mask = self._mask[chosen]
         if self._ahead is not None:
             self._ahead = self._ahead[chosen]
@@ -158,7 +160,27 @@ def token_bytes(model: Any) -> int:
     if getattr(text, "kv_lora_rank", None):
         # Latent attention keeps one compressed vector for all heads.
         numbers = text.kv_lora_rank + text.qk_rope_head_dim
-    return int(text.num_hidden_layers) * numbers * model.dtype.itemsize
+    recurrent = (getattr(text, "layer_types", None) or ()).count(_RECURRENT)
+    return (int(text.num_hidden_layers) - recurrent) * numbers * model.dtype.itemsize
+
+
+def state_tokens(model: Any) -> int:
+    """Returns how many tokens' keys and values take the memory of a sequence's recurrent state, rounded up."""
+    text = model.config.get_text_config()
+    layers = (getattr(text, "layer_types", None) or ()).count(_RECURRENT)
+    if not layers:
+        return 0
+    # States are float32; the last inputs of the convolution, a few vectors, are in the model's type.
+    state = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim * 4
+    return -(-layers * state // max(1, token_bytes(model)))
+
+
+def _select(cache: Any, rows: torch.Tensor) -> None:
+    """Keeps these rows of a cache, each as often as it occurs."""
+    for layer in cache.layers:
+        # Recurrent states have no batch_select_indices, but the reordering of beam search is the same.
+        select = getattr(layer, "batch_select_indices", None) or layer.reorder_cache
+        select(rows)
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
