@@ -25,7 +25,8 @@ SP = "sequence_parallel"
 VIRTUAL = {PP: 2, "num_layers_per_virtual_pipeline_stage": 1}
 
 # world size -> name -> (model, Megatron's arguments, settings of the trainer)
-CASES: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+Cases = dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]]
+CASES: Cases = {
     1: {
         "alone": ("dense", {}, {}),
         "alone-tied": ("tied", {}, {}),
@@ -101,10 +102,10 @@ def numbers(runner: Runner) -> dict[str, Any]:
     return everywhere
 
 
-def run(case: str, ranks: Ranks, directory: Path, models: Path) -> None:
+def run(case: str, ranks: Ranks, directory: Path, models: Path, cases: Cases) -> None:
     from slime.trainer.backends.megatron.model import parallel
 
-    model, megatron, values = CASES[ranks.world_size][case]
+    model, megatron, values = cases[ranks.world_size][case]
     path = str(models / model)
     settings = make_settings(path, train_backend="megatron", max_tokens_per_gpu=60, **values)
     runner = Runner(settings, ranks, megatron=megatron)
@@ -120,16 +121,16 @@ def run(case: str, ranks: Ranks, directory: Path, models: Path) -> None:
     parallel.destroy()
 
 
-def main() -> None:
+def main(cases: Cases = CASES) -> None:
     rank, world_size, directory, models = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     device = pick_device(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = Ranks(rank, world_size, f"file://{directory}/rendezvous", 2, device.type)
-    for case in CASES[world_size]:
+    for case in cases[world_size]:
         try:
-            run(case, ranks, directory, models)
+            run(case, ranks, directory, models, cases)
         except Exception:
             # Whatever is left of the case on the other ranks would wait for this one.
             (directory / f"{case}-{rank}.error").write_text(traceback.format_exc())

@@ -11,6 +11,7 @@ import torch
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.workers import TorchrunRanks
 from slime.converters.families import read_config
+from slime.converters.families.config_json import check_vocab_size
 from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
 from slime.converters.files.rectangles import pieces
@@ -46,6 +47,7 @@ def convert(
     with TorchrunRanks() as ranks:
         with errors_name("--load" if origin_hf_dir is None else "--origin-hf-dir"):
             config = read_config(origin)
+        check_vocab_size(config, vocab_size)
         if megatron_args:
             check_model_args(megatron_args, read_model_config(origin, model_name))
         source = HfSource(source_dir, config)
@@ -86,7 +88,8 @@ def _write(
         tensors.append(HfTensor(name, wanted if wanted is not None and kind.is_floating_point else kind, shape))
     like = None if max_shard_bytes else {name: info.file.name for name, info in source.tensors.items()}
     files = divide_into_files(tensors, like=like, max_bytes=max_shard_bytes or SHARD_BYTES)
-    changes = config_changes(was_fp8=source.block is not None, dtype=dtype, vocab_size=vocab_size)
+    rows = vocab_size if "vocab_size" in config else None
+    changes = config_changes(was_fp8=source.block is not None, dtype=dtype, vocab_size=rows)
     size = sum(tensor.num_bytes for tensor in tensors) + SPARE_BYTES
     with whole_directory(target, WRITER, field="--output-dir", need_bytes=size, alone=True, source=mark) as partial:
         create(partial, files)

@@ -18,7 +18,9 @@ from slime.converters.convert.leftovers import Leftovers
 from slime.converters.convert.workers import TorchrunRanks, convert_in_jobs, reported
 from slime.converters.families import find_family, read_config
 from slime.converters.families.base import Config, Family
+from slime.converters.families.config_json import check_vocab_size, text_of
 from slime.converters.families.mapping import Parameter
+from slime.converters.families.qwen_gated import with_layout
 from slime.converters.files.dtypes import DTYPES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
@@ -139,6 +141,8 @@ def read_export(
 ) -> Export:
     """Checks every parameter of the model against the checkpoint. Raises InvalidFile, InvalidSetting."""
     config = read_model_config(origin, model_name or checkpoint.description.get("model_name"))
+    config = with_layout(config, checkpoint.description.get("weight_map") or ())
+    check_vocab_size(config, vocab_size)
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
     has_mtp = any(key.startswith("mtp.") for key in checkpoint.tensors)
@@ -287,9 +291,9 @@ def _source_files(checkpoint: TorchDist, origin: Path) -> dict[str, str]:
 
 
 def _config_changes(export: Export, origin: Path, tensors: dict[str, HfTensor]) -> dict[str, Any]:
-    config, rows = read_config(origin), export.config["vocab_size"]
+    config, rows = read_config(origin), text_of(export.config)["vocab_size"]
     return config_changes(
         was_fp8=bool(config.get("quantization_config")),
         dtype=None if export.dtype is None else str(export.dtype).removeprefix("torch."),
-        vocab_size=rows if rows != config["vocab_size"] else None,
+        vocab_size=rows if rows != text_of(config)["vocab_size"] else None,
     )

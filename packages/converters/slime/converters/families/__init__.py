@@ -16,10 +16,14 @@ from slime.converters.families.llama import LLAMA
 from slime.converters.families.mimo import MIMO
 from slime.converters.families.mtp import without_missing
 from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from slime.converters.families.qwen_gated import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, with_layout
 from slime.converters.files.safetensors_dir import SafetensorsDir
+from slime.converters.files.side_files import weight_map
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
-FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, MIMO)
+FAMILIES = (
+    QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, MIMO,
+)  # fmt: skip
 
 
 def find_family(config: Config, *, model_name: str | None = None) -> Family:
@@ -45,7 +49,8 @@ def _bare(name: str) -> str:
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """Reads the object of `hf_dir`/config.json. Raises MissingFile, InvalidFile.
 
-    Its `num_nextn_predict_layers` is 0 where the weights beside it have no such layer.
+    Its `num_nextn_predict_layers` is 0 where the weights beside it have no such layer, and it says if they hold the
+    experts of a layer in one tensor.
     """
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
@@ -57,6 +62,8 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InvalidFile(f"{path}: not an object", field="config.json", value=str(path), expected="an object")
     check_values(path, config)
+    if config.get("model_type") in QWEN3_5_MOE.model_types:
+        config = with_layout(config, weight_map(path.parent) or _tensor_names(path.parent))
     names = _tensor_names(path.parent) if config_json.num_mtp_layers(config) else []
     return without_missing(config, names) if names else config
 

@@ -29,6 +29,7 @@ class Family:
         has none.
     ignored(config): patterns (`re.fullmatch`) of Hugging Face tensors that a checkpoint may hold and Megatron has no
         parameter for (`rotary_emb.inv_freq`, copies of the embedding beside an MTP layer).
+    untrained: those of `ignored` that belong to the model all the same, and are written again as they were.
     """
 
     name: str
@@ -36,3 +37,4 @@ class Family:
     arguments: Callable[[Config], dict[str, Any]]
     parameters: Callable[[Config], Iterator[Parameter]]
     ignored: Callable[[Config], tuple[str, ...]] = ignored_always
+    untrained: tuple[str, ...] = ()

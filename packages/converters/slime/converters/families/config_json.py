@@ -23,6 +23,22 @@ def refuse(config: Config, key: str, expected: Any, why: str) -> None:
         raise NotAvailable.unavailable(f"{key} {value!r}", why).at("config.json")
 
 
+def text_of(config: Config) -> Config:
+    """Returns the part that describes the language model: the whole, or `text_config` of a model that reads images."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings"))}
+
+
+def check_vocab_size(config: Config, vocab_size: int | None) -> None:
+    """Raises NotAvailable for another size of the vocabulary than the model's, where config.json cannot be changed."""
+    text = text_of(config)
+    if vocab_size not in (None, text.get("vocab_size")) and text is not config:
+        why = "config.json has the size of the vocabulary in text_config, which is not changed"
+        raise NotAvailable.unavailable(f"--vocab-size {vocab_size}", why)
+
+
 def tied(config: Config) -> bool:
     """Returns whether the output layer is the embedding; all families here are untied by default."""
     return bool(config.get("tie_word_embeddings", False))

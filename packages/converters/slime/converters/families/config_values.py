@@ -36,7 +36,9 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "num_experts", "num_local_experts",
         "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-        "qk_rope_head_dim", "v_head_dim",
+        "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "linear_conv_kernel_dim", "shared_expert_intermediate_size",
+        "full_attention_interval",
     )),
     ("a whole number of at least 0", _whole(0), (
         "head_dim", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq",
@@ -63,6 +65,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # (key, other key, test of both values, description of the relation)
 _RELATIONS: tuple[tuple[str, str, Callable[[int, int], bool], str], ...] = (
     ("num_key_value_heads", "num_attention_heads", lambda a, b: b % a == 0, "a divisor of"),
+    ("linear_num_key_heads", "linear_num_value_heads", lambda a, b: b % a == 0, "a divisor of"),
     ("n_group", "n_routed_experts", lambda a, b: b % a == 0, "a divisor of"),
     ("topk_group", "n_group", lambda a, b: a <= b, "at most"),
     *(("num_experts_per_tok", key, lambda a, b: a <= b, "at most") for key in _EXPERTS),
@@ -71,6 +74,9 @@ _RELATIONS: tuple[tuple[str, str, Callable[[int, int], bool], str], ...] = (
 
 def check_values(path: Path, config: Mapping[str, Any]) -> None:
     """Raises InvalidFile naming the first key with a value that no model has. path: of the file, for the message."""
+    if isinstance(config.get("text_config"), Mapping):
+        # That of a model that reads images.
+        check_values(path, config["text_config"])
     for kind, fits, keys in _KINDS:
         for where in (config, config.get("rope_scaling"), config.get("rope_parameters")):
             values = where if isinstance(where, Mapping) else {}

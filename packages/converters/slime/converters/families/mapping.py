@@ -23,18 +23,25 @@ from slime.types.errors import InvalidField
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A rectangle of `size` elements that begins at `source` in the Hugging Face tensor `name` [shape], and at `target`
-    in the Megatron parameter."""
+    in the Megatron parameter.
+
+    lead: the place in leading dimensions that only the Hugging Face tensor has, which may hold all experts of a layer.
+    """
 
     name: str
     shape: Shape
     source: Shape
     target: Shape
     size: Shape
+    lead: Shape = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """The part that a rank's shard of a Megatron parameter and a Hugging Face tensor have in common."""
+    """The part that a rank's shard of a Megatron parameter and a Hugging Face tensor have in common.
+
+    `hf_index` may have more dimensions in front, of one place each.
+    """
 
     hf_name: str
     hf_shape: Shape
@@ -100,13 +107,18 @@ class Parameter:
     def slices_of_rows(self, rows: slice) -> Iterator[Slice]:
         """Yields the parts of Hugging Face tensors in rows of the whole; `index` counts from the first of them."""
         for piece in self.slices():
-            whole_rows, hf_rows = piece.index[0], piece.hf_index[0]
+            lead = len(piece.hf_index) - len(piece.index)
+            whole_rows, hf_rows = piece.index[0], piece.hf_index[lead]
             first, last = max(whole_rows.start, rows.start), min(whole_rows.stop, rows.stop)
             if first < last:
                 shift = hf_rows.start - whole_rows.start
                 yield dataclasses.replace(
                     piece,
-                    hf_index=(slice(first + shift, last + shift), *piece.hf_index[1:]),
+                    hf_index=(
+                        *piece.hf_index[:lead],
+                        slice(first + shift, last + shift),
+                        *piece.hf_index[lead + 1 :],
+                    ),
                     index=(slice(first - rows.start, last - rows.start), *piece.index[1:]),
                 )
 
@@ -130,7 +142,8 @@ class Parameter:
         source[split] += first - block.target[split]
         target[split] = local + first - start
         size[split] = last - first
-        return Slice(block.name, block.shape, _index(source, size), _index(target, size))
+        lead = tuple(slice(place, place + 1) for place in block.lead)
+        return Slice(block.name, block.shape, lead + _index(source, size), _index(target, size))
 
 
 def _index(start: list[int], size: list[int]) -> Index:

@@ -142,6 +142,12 @@ class HfView:
         if first >= last:
             return
         parameter = self._parameters[number]
+        if len(piece.hf_index) > len(piece.index):
+            # One expert of a tensor that holds all of them.
+            part = torch.empty(*parameter.shape, dtype=self._found.find(parameter)[0].dtype)
+            self._found.read_rows(parameter, slice(0, parameter.shape[0]), part)
+            out[(slice(first - index[0].start, last - index[0].start), *piece.hf_index[1:])] = part[piece.index]
+            return
         shift = piece.index[0].start - piece.hf_index[0].start
         rows = torch.empty(last - first, *parameter.shape[1:], dtype=self._found.find(parameter)[0].dtype)
         self._found.read_rows(parameter, slice(first + shift, last + shift), rows)

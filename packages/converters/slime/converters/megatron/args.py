@@ -75,6 +75,15 @@ MODEL: dict[str, tuple[str, ...]] = {
     "mscale": ("rope_scaling",),
     "mscale_all_dim": ("rope_scaling",),
     "mtp_num_layers": ("num_nextn_predict_layers",),
+    "attention_output_gate": ("model_type",),
+    "apply_layernorm_1p": ("model_type",),
+    "moe_shared_expert_gate": ("model_type",),
+    "linear_attention_freq": ("layer_types", "full_attention_interval"),
+    "linear_conv_kernel_dim": ("linear_conv_kernel_dim",),
+    "linear_key_head_dim": ("linear_key_head_dim",),
+    "linear_value_head_dim": ("linear_value_head_dim",),
+    "linear_num_key_heads": ("linear_num_key_heads",),
+    "linear_num_value_heads": ("linear_num_value_heads",),
 }
 # Argument -> the argument without which it has no effect.
 ONLY_WITH = {
@@ -88,6 +97,11 @@ ONLY_WITH = {
         "multi_latent_attention",
     ),
     "rope_scaling_factor": "use_rope_scaling",
+    **dict.fromkeys(
+        """linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+        linear_num_value_heads""".split(),
+        "linear_attention_freq",
+    ),
 }
 # Allowed in MODEL_ARGS beside the flags of the table.
 PRECISION = ("--bf16",)
@@ -109,10 +123,18 @@ def parse_model_args(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if reason is not None:
             raise NotAvailable.unavailable(flag, reason)
         rest.append(word)
-    values = given(build(MegatronSettings, vars(namespace)))
+    values = renamed(given(build(MegatronSettings, vars(namespace))))
     if len(words) < len(argv):
         values["bf16"] = True
     return values, rest
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with the flags that have a newer name under that name."""
+    values = dict(values)
+    if values.pop("use_gated_attention", None):
+        values["attention_output_gate"] = True
+    return values
 
 
 def read_model_config(directory: str | Path, model_name: str | None = None) -> dict[str, Any]:
@@ -138,7 +160,7 @@ def model_args(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the model that `config` describes; `values` from flags take precedence."""
     from slime.converters.families import find_family
 
-    args = find_family(config).arguments(config) | dict(values)
+    args = find_family(config).arguments(config) | renamed(values)
     if args.pop("recompute_activations", None):
         args.setdefault("recompute_granularity", "selective")
     if args.pop("use_flash_attn", None):
@@ -156,7 +178,11 @@ def check_model_args(values: Mapping[str, Any], config: Config, *, source: str =
     """
     from slime.converters.families import find_family
 
-    lines = contradictions(values, find_family(config).arguments(config), config)
+    family, values = find_family(config), renamed(values)
+    if family.untrained:
+        # Layers for multi-token prediction are in its files, not in its config.json, and never train.
+        values.pop("mtp_num_layers", None)
+    lines = contradictions(values, family.arguments(config), config)
     if lines:
         text = "\n".join(f"  {line}" for line in lines)
         number = counted(len(lines), "of the model's flags differs", "of the model's flags differ")
@@ -204,6 +230,9 @@ def _complete(args: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, An
     freq = full["moe_layer_freq"]
     if isinstance(freq, int):
         full["moe_layer_freq"] = [int(i % freq == 0) for i in range(sized["num_layers"] or 0)]
+    every = full["linear_attention_freq"]
+    if isinstance(every, int):
+        full["linear_attention_freq"] = [int((i + 1) % every > 0) for i in range(sized["num_layers"] or 0)]
     full["mtp_num_layers"] = full["mtp_num_layers"] or 0
     if (full["moe_router_num_groups"] or 1) == 1:
         full["moe_router_num_groups"] = full["moe_router_group_topk"] = None

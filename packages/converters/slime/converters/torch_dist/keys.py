@@ -2,8 +2,9 @@
 
 Megatron stacks what is alike: where all layers are of one kind, `decoder.layers.7.mlp.linear_fc2.weight` is row 7 of
 the tensor `decoder.layers.mlp.linear_fc2.weight` [num_layers, ...]; where they are not (`moe_layer_freq` is a list, or
-above 1), and in MTP layers, each layer keeps keys of its own. Experts are always stacked, behind their layers. A norm
-before a linear layer goes by that layer's name, as Transformer Engine fuses the two:
+above 1, or there is a `linear_attention_freq`), and in MTP layers, each layer keeps keys of its own. Experts are always
+stacked, behind their layers. A norm before a linear layer goes by that layer's name, as Transformer Engine fuses the
+two:
 
     decoder.layers.7.input_layernorm.weight      decoder.layers.self_attention.linear_qkv.layer_norm_weight [7]
     ...mlp.experts.local_experts.3.linear_fc1.weight       ...mlp.experts.experts.linear_fc1.weight [layer, 3]
@@ -56,7 +57,8 @@ class Layout:
     def of(cls, args: Mapping[str, Any]) -> Layout:
         """Makes a layout from Megatron arguments."""
         frequency = args.get("moe_layer_freq", 1)
-        stacked = isinstance(frequency, int) and frequency <= 1
+        # Delta nets in some of the layers have parameters of their own.
+        stacked = isinstance(frequency, int) and frequency <= 1 and not args.get("linear_attention_freq")
         return cls(
             args["num_layers"], args.get("num_experts"), stacked, bool(args.get("multi_latent_attention", False))
         )

@@ -51,6 +51,7 @@ def build_backend(
     from slime.converters.megatron import cpu_shim
 
     cpu_shim.install()
+    from slime.converters.families import find_family
     from slime.converters.megatron.args import check_model_args, model_args, read_model_config
     from slime.trainer.backends.megatron.backend import MegatronBackend
     from slime.trainer.backends.megatron.hooks import Hooks
@@ -61,6 +62,11 @@ def build_backend(
     args = model_args(config, explicit)
     _refuse_dropped(settings, explicit)
     _check_groups(args)
+    if settings.enable_mtp_training and find_family(config).untrained:
+        kind = config.get("model_type")
+        raise NotAvailable.unavailable(
+            f"--enable-mtp-training of a {kind}", "the layers of its family for multi-token prediction are not trained"
+        )
     if not settings.enable_mtp_training:
         args.pop("mtp_num_layers", None)
     elif not args.get("mtp_num_layers"):

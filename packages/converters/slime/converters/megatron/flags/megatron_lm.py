@@ -68,13 +68,12 @@ TE = "performance only: used where Transformer Engine is installed, elsewhere th
 
 # Fields with a flag that this version refuses, or takes for its own reasons. Field names, by reason.
 REFUSED_FIELDS = {
-    NO_FAMILY: """apply_residual_connection_post_layernorm layernorm_zero_centered_gamma activation_func_clamp_value
-        glu_linear_offset qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold attention_output_gate
-        experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
-        dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-        linear_num_key_heads linear_num_value_heads use_fused_weighted_squared_relu moe_shared_expert_gate
-        moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-        use_mamba_mem_eff_path""",
+    NO_FAMILY: """apply_residual_connection_post_layernorm activation_func_clamp_value glu_linear_offset
+        qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold dsa_indexer_n_heads dsa_indexer_head_dim
+        dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss use_fused_weighted_squared_relu
+        moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups
+        mamba_num_heads use_mamba_mem_eff_path""",
+    "the family of --hf-checkpoint says which layers are gated delta nets": "experimental_attention_variant",
     OWN_LOSS: "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     GRAPHS: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_warmup_steps",
     LOW: """fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
@@ -112,8 +111,8 @@ HINT_FIELDS = ("attention_backend", "moe_grouped_gemm", "moe_permute_fusion", "m
 
 # Other flags of Megatron-LM, by the reason why they are refused. `*` at the end: every flag that begins so.
 REFUSED = {
-    NO_FAMILY: """window-size window-attn-skip-freq no-rope-freq linear-attention-freq openai-gelu squared-relu
-        quick-geglu apply-layernorm-1p relative-attention-num-buckets relative-attention-max-distance onnx-safe
+    NO_FAMILY: """window-size window-attn-skip-freq no-rope-freq openai-gelu squared-relu
+        quick-geglu relative-attention-num-buckets relative-attention-max-distance onnx-safe
         bert-no-binary-head encoder-num-layers decoder-num-layers heterogeneous-* hybrid-* moe-use-upcycling
         moe-upcycling-granularity vision-* num-classes img-h img-w num-channels patch-dim mask-type mask-factor dino-*
         swin-backbone-type iter-per-epoch head-lr-mult classes-fraction data-per-class-fraction no-data-sharding retro-*
@@ -226,6 +225,14 @@ HELP: dict[str, str] = {
     "rotary_interleaved": "Rotate pairs of neighbouring channels, not the two halves of a head",
     "normalization": "Kind of norm",
     "qk_layernorm": "Normalize queries and keys",
+    "layernorm_zero_centered_gamma": "Norms multiply by 1 + weight",
+    "attention_output_gate": "Multiply the output of each attention head by a gate, which the query projection makes",
+    "linear_conv_kernel_dim": "Tokens that the convolution of a gated delta net sees",
+    "linear_key_head_dim": "Size of a query or key head of a gated delta net",
+    "linear_value_head_dim": "Size of a value head of a gated delta net",
+    "linear_num_key_heads": "Query and key heads of a gated delta net",
+    "linear_num_value_heads": "Value heads of a gated delta net",
+    "moe_shared_expert_gate": "Multiply the output of the shared experts by a gate",
     "multi_latent_attention": "Compress keys and values (multi-latent attention, MLA)",
     "init_method_std": "Standard deviation of initial weights",
     "embedding_init_method_std": "Standard deviation of the initial embedding (default: --init-method-std)",

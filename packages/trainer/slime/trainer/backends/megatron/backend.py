@@ -156,6 +156,7 @@ class MegatronBackend(Backend):
             "Transformer Engine's attention takes whole sequences": uses_transformer_engine(self.args),
             "--context-parallel-size cuts whole sequences": t.context_parallel_size > 1,
             "routers and layers that predict ahead have losses over every token": t.num_moe_experts or t.mtp_num_layers,
+            "delta nets carry a state from token to token": t.linear_attention_freq,
             "--custom-model-provider-path decides about attention": self.hooks.model_provider,
         }
         found = [reason for reason, applies in reasons.items() if applies]
@@ -258,7 +259,8 @@ class MegatronBackend(Backend):
         return gather(list(parts), self._shapes, self.ranks, self.device, bucket, dtype=dtype, everywhere=everywhere)
 
     def untrained_weights(self) -> list[str]:
-        return hf.hf_names_left_out(self.args, self.config)
+        names = hf.hf_names_left_out(self.args, self.config)
+        return names + hf.hf_names_untrained(self.settings.hf_checkpoint, self.config)
 
     def weight_sizes(self) -> dict[str, int]:
         return {name: math.prod(shape) for name, shape in self._shapes.items()}

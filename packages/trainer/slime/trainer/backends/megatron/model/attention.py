@@ -76,7 +76,7 @@ class CoreAttention(MegatronModule):
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> Tensor:
         if self._group.size() > 1:
             width = key.shape[-1]
-            both = _GatherTokens.apply(torch.cat([key, value], dim=-1), self._group)
+            both = GatherTokens.apply(torch.cat([key, value], dim=-1), self._group)
             key, value = both.split([width, value.shape[-1]], dim=-1)
         return attend(query, key, value, runs, self.softmax_scale)
 
@@ -117,7 +117,7 @@ def _planned(packing: PackedSeqParams, group: dist.ProcessGroup, device: torch.d
     return runs
 
 
-class _GatherTokens(torch.autograd.Function):
+class GatherTokens(torch.autograd.Function):
     """[T, ...] of each rank -> [n * T, ...]; each rank's gradient is the sum of what all ranks have for its tokens."""
 
     @staticmethod

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.converters.megatron.args import padded_vocab_size
 from slime.converters.megatron.flags.table import config_fields
 from slime.trainer.backends.fsdp.compilation import Compiler
+from slime.trainer.backends.megatron.model import delta_nets
 from slime.trainer.backends.megatron.model.attention import CoreAttention
 from slime.trainer.backends.megatron.model.config import uses_transformer_engine
 from slime.trainer.backends.megatron.model.head import PolicyModel
@@ -98,6 +99,7 @@ def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
+    delta_nets.place(block, config, vp_stage, block.layer_norm)
     # Layers of the same kind share one spec object.
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if config.multi_latent_attention:
@@ -115,6 +117,8 @@ def _use_own_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
     norm = norm_of(config)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention
+    if attention.module is delta_nets.DeltaNetAttention:
+        return
     attention.submodules.core_attention = CoreAttention
     norms = {"q_layernorm": norm, "k_layernorm": norm}
     if config.multi_latent_attention:
@@ -143,7 +147,7 @@ def compile_layers(
     if (
         config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
         or config.num_moe_experts or config.multi_latent_attention or config.mtp_num_layers
-        or config.recompute_granularity
+        or config.recompute_granularity or config.linear_attention_freq
     ):  # fmt: skip
         return None
     compiler = Compiler(activation_budget)

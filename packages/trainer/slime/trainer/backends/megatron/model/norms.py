@@ -37,10 +37,24 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, LATENT_EPSILON, **kwargs)
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """A norm that multiplies by 1 + weight, added up in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, eps, **kwargs)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = nn.functional.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
 def norm_of(config: TransformerConfig) -> type[nn.Module]:
     """Returns the class for `config.normalization`. Raises InvalidSetting for one that it has no class for."""
     if config.layernorm_zero_centered_gamma:
-        raise InvalidSetting.requires("apply_layernorm_1p", "Transformer Engine")
+        if config.normalization != "RMSNorm":
+            raise InvalidSetting.requires("apply_layernorm_1p", "normalization RMSNorm, or Transformer Engine")
+        return ZeroCenteredRMSNorm
     classes = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
     if config.normalization not in classes:
         raise InvalidSetting.one_of("normalization", classes, got=config.normalization)

@@ -17,8 +17,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slime.trainer.backends.megatron.model.attention import runs_of
+from slime.trainer.backends.megatron.model.delta_nets import WholeRow
 from slime.trainer.backends.megatron.model.rotary import set_positions
 from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.batching.runs import Runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,7 @@ def cut(
     if batch is not None:
         runs = dataclasses.replace(runs, shared=batch.runs.shared)
     packing.slime_runs = runs  # type: ignore[attr-defined]
+    packing.slime_whole = _whole(padded, ends, rank, size, device)  # type: ignore[attr-defined]
     return RankRow(
         tokens=to(take(tokens, source[held]))[None],
         positions=held_positions[None],
@@ -119,6 +122,15 @@ def cut(
         trained=to(predicted) if len(predicted) else None,
         experts=_experts(batch, source[held]),
     )
+
+
+def _whole(padded: np.ndarray, ends: np.ndarray, rank: int, size: int, device: torch.device) -> WholeRow:
+    runs = Runs.apart(padded.tolist(), device)
+    if size == 1:
+        return WholeRow(runs)
+    parts = [_held(ends, padded, other, size) for other in range(size)]
+    order = np.argsort(np.concatenate(parts))
+    return WholeRow(runs, torch.as_tensor(order).to(device), torch.as_tensor(parts[rank]).to(device))
 
 
 def _experts(batch: PackedBatch | None, source: np.ndarray) -> Tensor | None:

@@ -15,6 +15,7 @@ from slime.converters.convert.hf_source import HfSource
 from slime.converters.families import find_family
 from slime.converters.families.mapping import Parameter, Slice, copy
 from slime.converters.files.rectangles import Index, Shape
+from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.converters.megatron.args import padded_vocab_size
 from slime.trainer.backends.megatron.model.names import EMBEDDING, parameter_names, unwrapped
 from slime.types.errors import InvalidFile
@@ -93,6 +94,13 @@ def hf_names_left_out(args: Mapping[str, Any], config: Config) -> list[str]:
     held = table(args, config)
     others = (parameter for parameter in find_family(config).parameters(config) if parameter.name not in held)
     return [block.name for parameter in others for block in parameter.blocks]
+
+
+def hf_names_untrained(hf_dir: str | Path, config: Config) -> list[str]:
+    """Returns the names of the tensors in `hf_dir` that are the model's and that no Megatron parameter is made of."""
+    patterns = find_family(config).untrained
+    names = SafetensorsDir(hf_dir).tensors if patterns else {}
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
 def _read(source: HfSource, piece: Slice, target: Tensor) -> None:

@@ -1,0 +1,152 @@
+"""Qwen3-Next and Qwen3.5 with Megatron: the numbers of transformers sample by sample, in every layout of ranks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer_gated import write_gated_model
+from trainer_gated_ranks import CASES
+from trainer_megatron_ranks import numbers
+from trainer_processes import run_ranks
+from trainer_tiny import Runner, alone, make_samples, make_settings
+
+from slime.converters.files.safetensors_dir import SafetensorsDir
+from slime.trainer.backends.build import build_backend, open_checkpoints
+from slime.trainer.batching.packing import pack
+from slime.trainer.checkpoints.checkpoint import TrainerState
+from slime.trainer.trainer import pick_device
+from slime.types.errors import InvalidSetting, NotAvailable
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    write_gated_model(directory / "dense", "Qwen3_5TextConfig")
+    write_gated_model(directory / "experts", "Qwen3NextConfig")
+    write_gated_model(directory / "images", "Qwen3_5MoeConfig")
+    return directory
+
+
+def megatron(path: Path, **values: Any) -> Runner:
+    return Runner(make_settings(str(path), train_backend="megatron", lr=1e-4, **values))
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "images"])
+def test_log_probs_are_those_of_transformers_for_each_sample(models: Path, name: str):
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32, attn_implementation="eager").eval()
+    backend = megatron(models / name).backend
+    # The log says why.
+    assert not backend.can_share_prompts
+    random = np.random.default_rng(0)
+    samples = make_samples()[:3]
+    samples[1].tokens = random.integers(2, 32, 80).astype(np.int32)  # type: ignore[assignment]
+    for sample in samples:
+        sample.loss_mask = None
+    batch = pack(samples, range(3), [0.0] * 3, [1.0] * 3, share_prompts=False)
+    (found,) = backend.log_probs([batch])
+    wanted = []
+    for sample in samples:
+        tokens = torch.tensor(np.asarray(sample.tokens), dtype=torch.int64)
+        log_probs = plain(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+        wanted.append(log_probs[-sample.response_length :])
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=5e-5)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[int, Path]:
+    directories = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in CASES}
+    for size, directory in directories.items():
+        run_ranks("trainer_gated_ranks.py", size, directory, str(models))
+    return directories
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> dict[str, Any]:
+    known = {}
+    for model in ("dense", "experts"):
+        runner = Runner(make_settings(str(models / model), max_tokens_per_gpu=60))
+        found = numbers(runner)
+        gradients = dict(
+            part
+            for name, parameter in runner.backend.policy.named_parameters()
+            for part in runner.backend._in_files(name, parameter.grad)
+        )
+        runner.backend._optimizer.clear_gradients()
+        found["step"] = runner.run(0, make_samples(groups=4, size=4))
+        known[model] = found, gradients
+    return known
+
+
+ALL = [(size, case) for size, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("world_size", "case"), ALL, ids=[case for _, case in ALL])
+def test_layouts_of_gated_models_equal_one_rank_of_fsdp(
+    results: dict[int, Path], expected: dict[str, Any], world_size: int, case: str
+):
+    directory = results[world_size]
+    errors = [path.read_text() for path in sorted(directory.glob(f"{case}-*.error"))]
+    assert not errors, errors[0][-3000:]
+    found, gradients = expected[CASES[world_size][case][0]]
+    got = json.loads((directory / f"{case}.json").read_text())
+    assert got["loss"] == pytest.approx(found["loss"], rel=1e-4)
+    for position, values in found.items():
+        if position.isdigit():
+            assert got[position] == pytest.approx(values, abs=1e-4), position
+    for name in ("train/grad_norm", "train/entropy_loss"):
+        assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-3), name
+    of_layout = load_file(directory / f"{case}-gradients.safetensors")
+    assert of_layout.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (of_layout[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+
+
+def test_a_checkpoint_of_a_gated_model_is_resumed(models: Path, tmp_path: Path):
+    first = megatron(models / "experts")
+    first.run(0)
+    checkpoints = open_checkpoints(first.settings, first.backend, alone(), models / "experts")
+    checkpoints.save(tmp_path / "saved", TrainerState(step=1, updates=first.backend.updates), optimizer=True)
+    checkpoints.finish(wait=True)
+    wanted = first.weights()
+    other = make_settings(str(models / "experts"), train_backend="megatron", lr=1e-4)
+    backend = build_backend(other, alone(), pick_device(0), weights=str(tmp_path / "saved"))
+    for name, tensor in backend.named_weights():
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_weights_keep_the_form_of_the_files(models: Path, tmp_path: Path, together: bool):
+    shutil.copytree(models / "images", tmp_path / "model")
+    tensors = load_file(models / "images" / "model.safetensors")
+    if together:
+        for layer in range(4):
+            prefix = f"model.language_model.layers.{layer}.mlp.experts."
+            parts = {
+                part: torch.stack([tensors.pop(f"{prefix}{n}.{part}_proj.weight") for n in range(4)])
+                for part in ("gate", "up", "down")
+            }
+            tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+            tensors[f"{prefix}down_proj"] = parts["down"]
+        save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    backend = megatron(tmp_path / "model").backend
+    left_out = {name for name in tensors if name.startswith("model.visual.")}
+    assert set(backend.untrained_weights()) == left_out
+    weights = dict(backend.named_weights())
+    assert weights.keys() == tensors.keys() - left_out
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, SafetensorsDir(tmp_path / "model").load(name)), name
+
+
+def test_what_gated_models_cannot_have_is_refused_by_name(models: Path):
+    with pytest.raises(NotAvailable, match="--enable-mtp-training of a qwen3_next is not supported yet"):
+        megatron(models / "experts", enable_mtp_training=True)
+    settings = make_settings(str(models / "dense"), train_backend="megatron")
+    with pytest.raises(InvalidSetting, match="--num-layers 5: config.json says 4"):
+        Runner(settings, megatron={"num_layers": 5})
