@@ -37,7 +37,8 @@ class Oracle:
 
     @staticmethod
     def has(config: dict[str, Any]) -> bool:
-        return config["model_type"] in (*_MODEL_REGISTRY, *SAME)
+        # Delta nets have other modules here.
+        return config["model_type"] in (*_MODEL_REGISTRY, *SAME) and "linear_num_value_heads" not in config
 
     def whole(self, name: str) -> Tensor:
         """The Megatron parameter `name`, by its name with local layers."""

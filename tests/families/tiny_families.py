@@ -64,6 +64,17 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.8,
 }
+# Every other layer is a gated delta net.
+GATED = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+}
+GATED_MOE = {**GATED, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 24}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -96,6 +107,9 @@ _TINY = {
         "Qwen3Moe",
         {**MOE, "num_experts": 4, "head_dim": 16, "norm_topk_prob": False, "mlp_only_layers": [0], "vocab_size": 157},
     ),
+    "qwen3_next": Tiny("Qwen3Next", {**GATED_MOE, "vocab_size": 157}),
+    "qwen3_5": Tiny("Qwen3_5Text", GATED),
+    "qwen3_5_moe": Tiny("Qwen3_5MoeText", {**GATED_MOE, "tie_word_embeddings": True}),
     "llama": Tiny("Llama", {"vocab_size": 157, "rope_parameters": LLAMA3, "max_position_embeddings": 16384}),
     "llama_tied": Tiny("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "glm4": Tiny(

@@ -103,7 +103,7 @@ def test_queries_of_a_group_come_before_their_gates() -> None:
     assert torch.equal(whole, torch.cat(groups))
 
 
-# Of the original's scripts/models/qwen3.5-9B.sh and qwen3.5-35B-A3B.sh.
+# The flags of the original's qwen3.5-9B.sh and qwen3.5-35B-A3B.sh, with other sizes.
 FLAGS_9B = """--spec slime_plugins.models.qwen3_5 get_qwen3_5_spec --disable-bias-linear --qk-layernorm
     --group-query-attention --num-attention-heads 4 --num-query-groups 2 --kv-channels 8 --num-layers 4 --hidden-size 32
     --ffn-hidden-size 48 --use-gated-attention --normalization RMSNorm --apply-layernorm-1p

@@ -42,6 +42,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-4B": ("qwen3-4B", {}),
     "Qwen3-8B": ("qwen3-8B", {}),
     "Qwen3-VL-8B": ("qwen3-8B", {"model_type": "qwen3_vl", "rope_theta": 5000000}),
+    "Qwen3-Next": ("qwen3-next-80B-A3B", {}),
+    "Qwen3.5-9B": ("qwen3.5-9B", {}),
+    "Qwen3.5-27B": ("qwen3.5-27B", {}),
+    "Qwen3.5-35B": ("qwen3.5-35B-A3B", {}),
+    "Qwen3.6-35B": ("qwen3.5-35B-A3B", {}),
     "Qwen2.5-0.5B": ("qwen2.5-0.5B", {}),
     "Qwen2.5-3B": ("qwen2.5-3B", {}),
     "MiMo-7B": ("mimo-7B-rl", {}),
@@ -104,10 +109,8 @@ TO_INT4 = (
 )
 # The reason why a script cannot run here. A script that comes to pass leaves this table and never returns.
 REFUSED = {
-    "examples_coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes": "--use-gated-attention",
     "examples_delta_weight_sync_run-glm4.7-30B-A3B-delta": "--pipeline-model-parallel-size must be a divisor",
-    "examples_fully_async_run-qwen3.5-9B-fully_async": "--use-gated-attention",
-    "examples_geo3k_vlm_run_geo3k_qwen35": "--use-gated-attention",
+    "examples_geo3k_vlm_run_geo3k_qwen35": "--qkv-format",
     "examples_geo3k_vlm_run_geo3k_vlm": "--train-backend megatron and --multimodal-keys cannot be used together",
     "older_examples_geo3k_vlm_run_geo3k_vlm_sft": "--train-backend megatron and --multimodal-keys",
     "older_scripts_run-glm4.5-355B-A32B": "--save-debug-rollout-data must be a path with {rollout_id}",
@@ -120,9 +123,7 @@ REFUSED = {
     "scripts_low_precision_run-qwen3-4b-fp8": "--load DIR/qwen3-4b_cp8_fp8 holds no checkpoint",
     "scripts_run-glm5-744B-A40B": "--enable-experimental",
     "scripts_run-minimax-m2": "--spec slime_plugins.models.minimax_m2",
-    "scripts_run-qwen3-next-80B-A3B": "--use-gated-attention",
-    "scripts_run-qwen3.5-27B": "--use-gated-attention",
-    "scripts_run-qwen3.5-35B-A3B-sft": "--use-gated-attention",
+    "scripts_run-qwen3.5-35B-A3B-sft": "--loss-mask-type must be one of qwen, qwen3, distill_qwen, got 'qwen3_5'",
 }
 
 

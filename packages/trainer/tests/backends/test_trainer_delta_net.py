@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
-from trainer_gated import KINDS, write_gated_model
-from trainer_tiny import VOCAB, Runner, alone, make_samples, make_settings, write_model
+from trainer_tiny import (
+    GATED_KINDS,
+    VOCAB,
+    Runner,
+    alone,
+    make_samples,
+    make_settings,
+    write_gated_model,
+    write_model,
+)
 
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.backends.delta_rule import causal_convolution, gated_delta_rule
@@ -26,7 +34,7 @@ from slime.trainer.checkpoints.checkpoint import write_model as write_trained
 from slime.types import Sample
 from slime.types.errors import NotAvailable
 
-KINDS_OF_TEXT = [kind for kind, (_, images) in KINDS.items() if not images]
+KINDS_OF_TEXT = [kind for kind, (_, images) in GATED_KINDS.items() if not images]
 
 
 def token_by_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -96,7 +104,7 @@ def samples_of_lengths(*prompts: int) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GATED_KINDS)
 def test_rows_of_gated_models_have_the_logits_and_gradients_of_each_sample_alone(tmp_path: Path, kind: str):
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`.
+"""Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`; with `gated` at the end
+by test_trainer_megatron_gated.
 
 MODELS: directory with the models `dense`, `tied` and `experts`. A case writes CASE.json and CASE.safetensors in DIR.
 """
@@ -65,6 +66,25 @@ CASES: Cases = {
     },
 }  # fmt: skip
 
+# With gated models: `dense` is a Qwen3.5, `experts` a Qwen3-Next.
+GATED_CASES: Cases = {
+    1: {"alone": ("dense", {}, {}), "alone-experts": ("experts", {}, {})},
+    2: {
+        "tensor": ("dense", {TP: 2}, {}),
+        "tensor-sequence": ("experts", {TP: 2, SP: True}, {}),
+        "context": ("dense", {CP: 2}, {}),
+        "pipeline": ("dense", {PP: 2}, {}),
+        "experts-recompute": (
+            "experts", {EP: 2, "recompute_granularity": "full", "recompute_method": "uniform",
+                        "recompute_num_layers": 1}, {},
+        ),
+    },
+    4: {
+        "tensor-context": ("experts", {TP: 2, CP: 2, SP: True}, {"data_pad_size_multiplier": 4}),
+        "pipeline-context": ("dense", {PP: 2, CP: 2}, {}),
+    },
+}  # fmt: skip
+
 
 def batch_of(runner: Runner) -> tuple[list[Any], list[Any]]:
     """This replica's micro-batches of the first update, and the positions in them."""
@@ -121,8 +141,9 @@ def run(case: str, ranks: Ranks, directory: Path, models: Path, cases: Cases) ->
     parallel.destroy()
 
 
-def main(cases: Cases = CASES) -> None:
+def main() -> None:
     rank, world_size, directory, models = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    cases = GATED_CASES if "gated" in sys.argv[5:] else CASES
     torch.set_num_threads(1)
     device = pick_device(rank)
     if device.type == "cuda":

@@ -36,8 +36,8 @@ def with_layout(config: Config, tensors: Iterable[str]) -> dict[str, Any]:
     return dict(config)
 
 
-def _kinds(text: Config) -> list[int]:
-    """Returns 1 for each layer with a delta net, 0 for each with attention."""
+def delta_nets(text: Config) -> list[int]:
+    """Returns 1 for each layer of a model of these families with a delta net, 0 for each with attention."""
     count = required(text, "num_hidden_layers")
     declared = text.get("layer_types")
     if declared:
@@ -54,7 +54,7 @@ def _arguments(config: Config) -> dict[str, Any]:
     sized = {"intermediate_size": text["moe_intermediate_size"], **text} if experts else text
     args = arguments.decoder(sized) | arguments.attention(text, HEAD_DIM, ROTATED)
     args |= {"qk_layernorm": True, "apply_layernorm_1p": True, "attention_output_gate": True}
-    args |= {"linear_attention_freq": _frequency(_kinds(text)), **{name: required(text, name) for name in _DELTA}}
+    args |= {"linear_attention_freq": _frequency(delta_nets(text)), **{name: required(text, name) for name in _DELTA}}
     args["linear_conv_kernel_dim"] = required(text, "linear_conv_kernel_dim")
     if not experts:
         return args
@@ -80,7 +80,7 @@ def _num_experts(text: Config) -> int:
 
 def _parameters(config: Config) -> Iterator[Parameter]:
     text = text_of(config)
-    kinds = _kinds(text)
+    kinds = delta_nets(text)
     experts = moe_layers(text, len(kinds)) if _num_experts(text) else [0] * len(kinds)
     together = bool(config.get(_EXPERTS_TOGETHER))
     for parameter in blocks.decoder(text, lambda number: _layer(text, kinds[number], experts[number], together)):

@@ -21,7 +21,9 @@ PLANNED: dict[str, str] = {
     "the critic's settings are flags of their own: --critic-lr, --critic-load and others": "megatron-config-path",
     "the trainer does not multiply in 8 bits": """megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules""",
-    "no family of models here has linear or sparse attention": """qwen-gdn-backend allgather-cp freeze-indexer""",
+    "no family of models here has sparse attention": "allgather-cp freeze-indexer",
+    "the gated delta rule has one implementation here, in PyTorch": "qwen-gdn-backend",
+    "samples are packed into rows (thd)": "qkv-format",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "the trainer has one attention, for packed rows": "attn-implementation",
     "requests go from the rollout service to the engines directly, without a router or proxy between": """

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slime.converters.families.qwen_gated import delta_nets
 from slime.converters.megatron.rank_layout import Sizes
 from slime.launcher.plan.parameter_counts import Held
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole
@@ -324,7 +325,9 @@ def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> f
     if config.get("kv_lora_rank"):
         return shape.layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * width
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
-    return 2 * shape.layers * shape.keys * width / min(tensor, int(heads))
+    # Gated delta nets have a state for each sequence and nothing for a token.
+    layers = shape.layers - sum(delta_nets(config) if config.get("linear_num_value_heads") else [])
+    return 2 * layers * shape.keys * width / min(tensor, int(heads))
 
 
 def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, str]:

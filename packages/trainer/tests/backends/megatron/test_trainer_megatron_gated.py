@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_gated import write_gated_model
-from trainer_gated_ranks import CASES
+from trainer_megatron_ranks import GATED_CASES as CASES
 from trainer_megatron_ranks import numbers
 from trainer_processes import run_ranks
-from trainer_tiny import Runner, alone, make_samples, make_settings
+from trainer_tiny import Runner, alone, make_samples, make_settings, write_gated_model
 
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.backends.build import build_backend, open_checkpoints
@@ -63,7 +62,7 @@ def test_log_probs_are_those_of_transformers_for_each_sample(models: Path, name:
 def results(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[int, Path]:
     directories = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in CASES}
     for size, directory in directories.items():
-        run_ranks("trainer_gated_ranks.py", size, directory, str(models))
+        run_ranks("trainer_megatron_ranks.py", size, directory, str(models), "gated")
     return directories
 
 

@@ -104,6 +104,9 @@ class FsdpBackend(Backend):
         if settings.loads_teacher and self._has_references:
             assert settings.opd_teacher_load is not None
             self.teacher = self._load_compared(settings.opd_teacher_load, "--opd-teacher-load")
+        if not self.can_share_prompts:
+            log.info("prompts and turns that samples have in common are laid out for each of them: delta nets carry a "
+                     "state from token to token")  # fmt: skip
         self._optimizer = PolicyOptimizer(self.policy, settings, self._master)
         cut_over = ranks.world_size if self._cut else 1
         self._passes = self._passes_class(settings, device, cut_over, self._master, self._compiler, self._engine)
@@ -187,7 +190,7 @@ class FsdpBackend(Backend):
     def memory_stays(self, stays: bool) -> None:
         # CUDA graphs hold addresses, and offloaded memory comes back at other ones.
         lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
-        # What layers with a state launch depends on the lengths of a row's samples.
+        # Layers with a state launch other kernels for samples of other lengths.
         lasts &= not self._has_state
         if self._passes.rows is not None:
             self._passes.rows.use_graphs(lasts and self.device.type == "cuda")
