@@ -64,7 +64,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model, checkpoint = root / "model", root / "checkpoints" / "step_000003"
     for directory in (checkpoint, root / "empty"):
         directory.mkdir(parents=True)
-    for directory, name in ((model, "qwen3-4B"), (root / "mtp", "mimo-7B-rl")):
+    for directory, name in ((model, "qwen3-4B"), (root / "mtp", "mimo-7B-rl"), (root / "gated", "qwen3.5-9B")):
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(model_config(name)))
         (directory / "tokenizer.json").write_text("{}")
@@ -86,6 +86,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "model": model,
         "mtp": root / "mtp",
+        "gated": root / "gated",
         "experts": root / "experts",
         "vision": root / "vision",
         "checkpoint": checkpoint.parent,

@@ -96,14 +96,14 @@ class _Chunks(NamedTuple):
     """Runs cut into chunks; the last of a run is padded.
 
     places: [T] the place of each token in the chunks laid end to end. firsts: [R] the first chunk of each run, the runs
-    with most chunks first. active: how many runs have a first, second, ... chunk. count: N. order: [N] chunks in the
+    with most chunks first. active: how many runs have a first, second, ... chunk. total: N. order: [N] chunks in the
     order of the outputs: first, second, ... of the active runs.
     """
 
     places: Tensor
     firsts: Tensor
     active: list[int]
-    count: int
+    total: int
     order: Tensor
 
     @staticmethod
@@ -123,8 +123,8 @@ class _Chunks(NamedTuple):
 
     def cut(self, tensor: Tensor) -> Tensor:
         """[T, h, x] -> [N, h, C, x], with zeros where there is no token."""
-        padded = tensor.new_zeros((self.count * CHUNK, *tensor.shape[1:])).index_copy(0, self.places, tensor)
-        return padded.unflatten(0, (self.count, CHUNK)).transpose(1, 2)
+        padded = tensor.new_zeros((self.total * CHUNK, *tensor.shape[1:])).index_copy(0, self.places, tensor)
+        return padded.unflatten(0, (self.total, CHUNK)).transpose(1, 2)
 
     def join(self, outputs: Tensor) -> Tensor:
         """[N, h, C, x] in the order of the outputs -> [T, h, x]."""
