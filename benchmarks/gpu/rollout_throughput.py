@@ -35,7 +35,6 @@ from typing import Any
 
 import aiohttp
 
-from slime.rollout.calls.garbage import spare_long_lived
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.keys import engine_headers
 from slime.rollout.engines.process import stop_all
@@ -44,6 +43,7 @@ from slime.rollout.launch import close_state, open_state, start_engines
 from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import BufferClient, RolloutClient
+from slime.types.garbage import spare_long_lived
 from slime.types.rpc import RpcSettings, Server
 from slime.types.rpc.token_files import write_private
 from slime.types.settings import Parser
@@ -174,7 +174,7 @@ def measure(options: argparse.Namespace, url: str, directory: Path, in_flight: i
     with running_buffer(prompts, options.group) as buffer_address:
         state = open_state(settings)
         state.sampling_params["ignore_eos"] = True
-        spare_long_lived()
+        spare_long_lived(collect_rarely=True)
         service = RolloutService(settings, state, buffer_address, RpcSettings())
         server = Server(
             [(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, service)],

@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 
 from slime.rollout.calls.answers import evaluation_output, train_output
-from slime.rollout.calls.garbage import spare_long_lived
 from slime.rollout.calls.jobs import MOST_CALLS, Progress, Result, RolloutJob, RunningJobs
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, flatten
 from slime.rollout.engine_calls import EngineCalls
@@ -34,6 +33,7 @@ from slime.types import Sample
 from slime.types.clients import BufferClient, Writer
 from slime.types.codec import sample_to_proto
 from slime.types.errors import InvalidField, StaleWriter
+from slime.types.garbage import spare_long_lived
 from slime.types.pace import TrainerPace
 from slime.types.plugins import load_plugin, load_setting
 from slime.types.rpc import RpcSettings, RunningService, Server
@@ -385,5 +385,5 @@ def serve(
     except BaseException:
         close_state(state)
         raise
-    spare_long_lived()
+    spare_long_lived(collect_rarely=True)
     return RunningService(server, lambda: close_state(state))

@@ -14,6 +14,7 @@ from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.placement.reserve import place_run
 from slime.launcher.platform.ray_cluster import OBJECT_STORE_BYTES, ray_cluster
 from slime.trainer.settings.checks import compares_rewards
+from slime.types.garbage import spare_long_lived
 from slime.types.rpc.roles import Role, role_token
 
 
@@ -40,6 +41,8 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
             report.started(run.num_parameters, run.first_step, run.num_rollout)
             for note in run.notes:
                 report.note(note)
+            # Every process of a run, this one too, is the run's own.
+            spare_long_lived()
             yield run
             if run.num_rollout:
                 run.export(report.output_dir / "model")

@@ -19,6 +19,7 @@ from slime.launcher.services.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.errors import WrongState
+from slime.types.garbage import spare_long_lived
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
 
@@ -93,6 +94,7 @@ class ServiceActor:
         with self._importing:
             serve = import_module(module).serve
         self._service = serve(settings, rpc, **options)
+        spare_long_lived()
         return self._service.address
 
     def find_blobs(self, wanted: list[bytes]) -> Any:
