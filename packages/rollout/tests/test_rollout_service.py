@@ -71,6 +71,15 @@ def test_generate_tells_progress_and_metrics(engine, serve):
     assert [sample.group_index for sample in result.examples] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("flags", [{}, {"log_correct_samples": True}])
+def test_generate_leaves_out_metrics_that_the_summaries_give(engine, serve, flags):
+    client = serve(FakeBuffer(prompt_groups(2, 2)), engine, n_samples_per_prompt=2, **flags)
+    metrics = client.generate(0, 1, timeout=20, summary_metrics=False).metrics
+    assert metrics["perf/rollout_time"] > 0
+    # Summaries have no log-probs, from which the entropy of correct samples follows.
+    assert ("rollout/raw_reward" in metrics) == ("rollout/correct_entropy" in metrics) == bool(flags)
+
+
 def test_a_tuned_limit_is_among_the_metrics(engine, serve):
     engine.loads = {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0}]}
     client = serve(FakeBuffer(prompt_groups(2, 1)), engine, rollout_tune_concurrency=True)

@@ -117,7 +117,13 @@ class RolloutService(EngineCalls):
                 if self._own_source is not None:
                     self._own_source.end(request.rollout_id)
                 metrics = metrics | self._metrics(
-                    args, request.rollout_id, groups, metrics, event.seconds, event.call.reward_seconds
+                    args,
+                    request.rollout_id,
+                    groups,
+                    metrics,
+                    event.seconds,
+                    event.call.reward_seconds,
+                    from_summaries=not request.without_summary_metrics,
                 )
                 yield rollout_pb2.GenerateResponse(
                     completed_groups=len(groups),
@@ -288,6 +294,8 @@ class RolloutService(EngineCalls):
         extra: dict[str, Any],
         seconds: float,
         reward_seconds: float,
+        *,
+        from_summaries: bool,
     ) -> dict[str, float]:
         samples = flatten(groups)
         timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.engine_metrics
@@ -296,6 +304,9 @@ class RolloutService(EngineCalls):
             timing[ENGINE_RESTARTS] = float(restarts)
         log = self.state.plugins.rollout_log
         if log is not None and log(rollout_id, args, samples, extra, seconds):
+            return timing
+        # The buffer's summaries have no log-probs, from which rollout/correct_entropy follows.
+        if not from_summaries and log is None and not args.log_correct_samples:
             return timing
         return rollout_metrics(groups, args) | timing
 

@@ -53,16 +53,18 @@ class GetStatusResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ..., engine_restarts: _Optional[int] = ..., restarts_engines: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("writer", "rollout_id", "num_groups", "pace")
+    __slots__ = ("writer", "rollout_id", "num_groups", "pace", "without_summary_metrics")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_SUMMARY_METRICS_FIELD_NUMBER: _ClassVar[int]
     writer: _buffer_pb2.Writer
     rollout_id: int
     num_groups: int
     pace: _buffer_pb2.Pace
-    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., rollout_id: _Optional[int] = ..., num_groups: _Optional[int] = ..., pace: _Optional[_Union[_buffer_pb2.Pace, _Mapping]] = ...) -> None: ...
+    without_summary_metrics: bool
+    def __init__(self, writer: _Optional[_Union[_buffer_pb2.Writer, _Mapping]] = ..., rollout_id: _Optional[int] = ..., num_groups: _Optional[int] = ..., pace: _Optional[_Union[_buffer_pb2.Pace, _Mapping]] = ..., without_summary_metrics: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("completed_groups", "num_groups", "metrics", "examples", "done")

@@ -57,6 +57,8 @@ class RolloutCalls:
                 missing,
                 timeout=self._timeout,
                 on_progress=lambda done, total: self._progress("generating", done, total),
+                # `MetricsInProgress` computes those, over all groups of the step, while the trainer works.
+                summary_metrics=False,
             )
             return result.metrics
 

@@ -104,10 +104,25 @@ class RolloutClient(Client):
         )
 
     def generate(
-        self, rollout_id: int, num_groups: int, timeout: float, on_progress: Progress | None = None
+        self,
+        rollout_id: int,
+        num_groups: int,
+        timeout: float,
+        on_progress: Progress | None = None,
+        *,
+        summary_metrics: bool = True,
     ) -> GenerateResult:
-        """Generates `num_groups` groups and completes them in the buffer, calling on_progress(completed, total)."""
-        request = rollout_pb2.GenerateRequest(writer=self._writer(), rollout_id=rollout_id, num_groups=num_groups)
+        """Generates `num_groups` groups and completes them in the buffer, calling on_progress(completed, total).
+
+        summary_metrics: False leaves out the metrics that the caller computes itself, from the summaries of a
+        `SealedStep`.
+        """
+        request = rollout_pb2.GenerateRequest(
+            writer=self._writer(),
+            rollout_id=rollout_id,
+            num_groups=num_groups,
+            without_summary_metrics=not summary_metrics,
+        )
         last = self._last("Generate", request, timeout, on_progress, lambda m: (m.completed_groups, m.num_groups))
         return GenerateResult(dict(last.metrics), [sample_from_proto(s) for s in last.examples])
 
