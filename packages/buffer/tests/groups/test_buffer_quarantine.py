@@ -54,6 +54,30 @@ def test_a_crash_behind_the_drop_seals_what_is_left(client):
     assert groups_of(client, 0, 2) == [1, 2]
 
 
+def test_the_step_that_was_sealed_last_is_answered_again_without_its_groups(serving, write_jsonl, monkeypatch):
+    served = serving(prompt_data=write_jsonl([{"input": f"q{i}"} for i in range(5)]))
+    reads: list[int] = []
+    groups = served.buffer.store.groups
+
+    def counted(**options):
+        reads.append(1)
+        return groups(**options)
+
+    monkeypatch.setattr(served.buffer.store, "groups", counted)
+    with BufferClient(served.address) as client:
+        client.open_run("run")
+        complete(client, 3)
+        sealed = client.seal_step(0, 2, metrics={"a": 1.0})
+        reads.clear()
+        # The launcher seals, and then the trainer asks.
+        again = client.seal_step(0, 2)
+        assert (list(again), again.metrics, reads) == (list(sealed), {"a": 1.0}, [])
+        # Later calls look for damage.
+        assert client.seal_step(0, 2) == sealed and reads
+        client.drop_groups([0])
+        assert groups_of(client, 0, 2) == groups_of(client, 0, 2) == [1, 2]
+
+
 def test_a_group_in_any_state_before_training_can_be_dropped(client):
     complete(client, 1)
     (lease,) = client.lease_groups(1)
