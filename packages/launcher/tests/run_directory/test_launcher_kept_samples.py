@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from slime.launcher.run_directory import kept_samples
 from slime.launcher.run_directory.kept_samples import (
     DIRECTORY,
     MOST_FOOTERS,
@@ -27,6 +29,7 @@ from slime.launcher.run_directory.kept_samples import (
 )
 from slime.launcher.run_directory.state import read_state, recorded
 from slime.types import Sample
+from slime.types.errors import DataLoss
 from slime.types.sample import TokenSpan
 
 PAGE = Path(__file__).parents[4] / "docs" / "runs.md"
@@ -126,6 +129,33 @@ def test_no_thread_but_the_caller_s_reads_a_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "open", lambda path, mode: Recorded(path, mode))
     assert len(read_rows(kept_files(tmp_path)[0].path)) == 5
     assert readers == {threading.current_thread()}
+
+
+def test_samples_are_written_beside_the_loop_and_a_full_disk_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, go_on, write = KeptSamples(tmp_path, 0), threading.Event(), kept_samples.write_file
+
+    def write_late(*arguments: Any) -> None:
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(kept_samples, "write_file", write_late)
+    log.begin(0, [sample()])
+    assert kept_files(tmp_path) == []
+    go_on.set()
+    log.begin(1, [sample()])
+    log.wait()
+    assert [file.step for file in kept_files(tmp_path)] == [0, 1]
+
+    def fail(*_: Any) -> None:
+        raise DataLoss("no space left")
+
+    monkeypatch.setattr(kept_samples, "write_file", fail)
+    log.begin(2, [sample()])
+    with pytest.raises(DataLoss, match="no space left"):
+        log.begin(3, [sample()])
+    log.wait()
 
 
 def test_the_page_lists_the_columns() -> None:

@@ -23,7 +23,7 @@ from slime.launcher.run_directory.kept_samples import KeptSamples
 from slime.launcher.run_directory.state import RunState
 from slime.rollout.prompts.encoder import unrendered
 from slime.types import Sample
-from slime.types.errors import counted
+from slime.types.errors import SlimeError, counted
 from slime.types.files import write_whole
 
 COLUMNS = (
@@ -91,8 +91,16 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._clear_status()
-        for sink in self._sinks:
-            sink.close(failed=kind is not None)
+        try:
+            if self._samples is not None:
+                self._samples.wait()
+        except SlimeError:
+            # A run that fails tells why it does.
+            if kind is None:
+                raise
+        finally:
+            for sink in self._sinks:
+                sink.close(failed=kind is not None)
 
     @property
     def num_steps(self) -> int:
@@ -198,7 +206,7 @@ class Report:
         assert self._log is not None and self._samples is not None, "started() comes first"
         self._log.append(step, metrics)
         if self.log_samples:
-            self._samples.write(step, samples)
+            self._samples.begin(step, samples)
         self._write(step, metrics)
         if REWARD in metrics:  # missing when groups of an earlier start are trained on again
             self._rewards[step] = metrics[REWARD]
@@ -221,6 +229,8 @@ class Report:
     def finished(self) -> None:
         """Prints the closing table, samples before and after, and the paths of the results; draws the plot."""
         self._clear_status()
+        if self._samples is not None:
+            self._samples.wait()
         plot = self.output_dir / "reward.png"
         plot_reward(plot, list(self._rewards), list(self._rewards.values()), self._evaluations)
         values = list(self._rewards.values())

@@ -17,6 +17,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -98,8 +99,21 @@ class KeptSamples:
 
     def __init__(self, run: Path, first_step: int | None) -> None:
         self._run = run
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kept-samples")
         if first_step is not None:
             remove_kept(run, first_step)
+
+    def begin(self, step: int, samples: Sequence[Sample]) -> None:
+        """Writes beside the caller. Raises the error of the write that was begun before."""
+        self.wait()
+        self._writing = self._thread.submit(self.write, step, samples)
+
+    def wait(self) -> None:
+        """Waits for what was begun, and raises its error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def write(self, step: int, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
         if not samples:

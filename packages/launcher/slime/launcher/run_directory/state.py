@@ -68,15 +68,16 @@ class RunState:
         self._write()
 
     def phase(self, text: str, *, num_steps: int | None = None) -> None:
-        """Records the current activity. Writes it at once, or a moment later if the last one was written just now."""
+        """Records the current activity, beside the caller: at once, or later if the last one was written just now."""
         with self._lock:
             self.state.phase = text
             self.state.num_steps = self.state.num_steps if num_steps is None else num_steps
             wait = INTERVAL - (time.time() - (self.state.updated or 0.0))
-            if num_steps is not None or not 0 < wait <= INTERVAL:
+            if num_steps is not None:
                 self._write()
             elif self._timer is None:
-                self._timer = threading.Timer(wait, self._write_late)
+                # A clock that was set back must not delay it.
+                self._timer = threading.Timer(wait if 0 < wait <= INTERVAL else 0.0, self._write_late)
                 self._timer.daemon = True
                 self._timer.start()
 

@@ -65,4 +65,4 @@ def _deviation(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     average = mean(values)
-    return math.sqrt(math.fsum((v - average) ** 2 for v in values) / (len(values) - 1))
+    return math.sqrt(math.fsum([(v - average) ** 2 for v in values]) / (len(values) - 1))
