@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,14 @@ import psutil
 import pytest
 
 import run_databases
+from slime.rollout.engines.embedded.launch import start_embedded
+from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.types.clients import RolloutClient
+from slime.types.rpc import RpcSettings
 from tiny_runs import (
     DEADLINE,
     alive,
+    command,
     descendants,
     evaluations,
     finish,
@@ -28,6 +34,7 @@ from tiny_runs import (
     services,
     timeless,
     wait_for,
+    write_inputs,
 )
 
 WEIGHTS = "model/model.safetensors"
@@ -116,6 +123,31 @@ def test_services_that_are_killed_and_stopped(
     for _, name, number in faults:
         how = "died" if number == KILL else "was stopped by a signal"
         assert f"{name} {how}, and is started again" in output
+
+
+def test_an_engine_that_joined_from_outside_is_known_to_the_rollout_service_that_is_started_again(
+    tmp_path: Path,
+) -> None:
+    inputs, out = write_inputs(tmp_path / "inputs"), tmp_path / "run"
+    options = EmbeddedOptions(model_path=str(inputs / "model"), threads=1)
+    with start_embedded(options) as one, start_embedded(options) as two:
+        first, second = (engine.wait_ready(DEADLINE).url for engine in (one, two))
+        flags = "--num-rollout", "8", "--rollout-engine", "auto", "--rollout-external-engine-addrs", first
+        process = command("train", inputs, out, *flags)
+        wait_for(lambda: steps(out) >= 1 or process.poll() is not None, DEADLINE, "a step")
+        victim = service(process, out, "rollout")
+        access = out / "access"
+        address = json.loads((access / "addresses.json").read_text())["rollout"]
+        with RolloutClient(address, settings=RpcSettings(token_file=str(access / "train.token"))) as client:
+            client.add_engine(second)
+        joined = steps(out) + 2
+        wait_for(lambda: steps(out) >= joined or process.poll() is not None, DEADLINE, "two steps")
+        victim.kill()
+        output = finish(process)
+    assert process.returncode == 0, output
+    rows = metrics(out)
+    assert sum(row.get("perf/service_restarts", 0) for row in rows) == 1, output
+    assert [row["rollout/engines"] for row in rows[joined:]] == [2] * (8 - joined)
 
 
 def test_ctrl_c_while_a_service_is_started_again_leaves_nothing(tmp_path: Path) -> None:

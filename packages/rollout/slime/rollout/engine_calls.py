@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.external import JOIN_SECONDS, LEAVE_SECONDS, ExternalEngines
-from slime.rollout.fleet.member import Member
+from slime.rollout.fleet.external import LEAVE_SECONDS, ExternalEngines
+from slime.rollout.fleet.member import LEARN_SECONDS, Member
 from slime.rollout.generate.state import RolloutState
 from slime.rollout.launch import check_images, check_member, engine_url, external_key
 from slime.rollout.settings.rollout import RolloutSettings
@@ -34,7 +34,7 @@ class EngineCalls(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.AddEngineRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.AddEngineResponse:
         external = self._changing("join")
-        member = self.fleet.loop.run(external.add(engine_url(request.url, "url")), timeout=JOIN_SECONDS + 30)
+        member = self.fleet.loop.run(external.add(engine_url(request.url, "url")), timeout=LEARN_SECONDS + 30)
         return rollout_pb2.AddEngineResponse(engine=self._engine_message(member))
 
     def RemoveEngine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.calls.event_loop import LoopThread
@@ -15,6 +16,7 @@ from slime.rollout.engines.kind import EngineNode
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.known_engines import KnownEngines
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router_address import RouterAddress
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options, restart_limits
@@ -32,14 +34,20 @@ def open_state(
     settings: RolloutSettings,
     extra_args: dict[str, Any] | None = None,
     hosted: Sequence[RunningEngine] | None = None,
+    engines_file: str | None = None,
 ) -> RolloutState:
     """Starts or finds the engines, and returns the state that generation needs.
 
     hosted: engines of this run that were started elsewhere, so that none is started here; an empty list for a run
         whose rollout function needs none.
+    engines_file: where the service keeps its external engines. If it exists, it is that of the service before this one:
+        engines that have joined are known again, and those that have left or do not answer are not.
     Raises a ConfigError for settings that cannot work, before any engine is started where that can be known. Leaves
     nothing running when it raises.
     """
+    known = None if engines_file is None else KnownEngines(Path(engines_file))
+    if known is not None:
+        settings = known.added_to(settings)
     check_directory(settings.hf_checkpoint)
     check_transformers(settings.hf_checkpoint)
     if hosted and settings.use_fault_tolerance:
@@ -57,7 +65,9 @@ def open_state(
     loop = LoopThread()
     fleet = Fleet(engines, loop, fleet_options(settings))
     try:
-        fleet.start()
+        fleet.start(absent_leave=known is not None and known.again)
+        if known is not None:
+            known.keep(fleet)
         if engines:
             loop.run(RouterAddress(fleet, settings.rollout_engine_host).start(), timeout=LISTEN_SECONDS)
         check_abilities(settings, fleet)

@@ -117,13 +117,7 @@ class RolloutService(EngineCalls):
                 if self._own_source is not None:
                     self._own_source.end(request.rollout_id)
                 metrics = metrics | self._metrics(
-                    args,
-                    request.rollout_id,
-                    groups,
-                    metrics,
-                    event.seconds,
-                    event.call.reward_seconds,
-                    from_summaries=not request.without_summary_metrics,
+                    args, request, groups, metrics, event.seconds, event.call.reward_seconds
                 )
                 yield rollout_pb2.GenerateResponse(
                     completed_groups=len(groups),
@@ -289,13 +283,11 @@ class RolloutService(EngineCalls):
     def _metrics(
         self,
         args: RolloutArgs,
-        rollout_id: int,
+        request: rollout_pb2.GenerateRequest,
         groups: list[list[Sample]],
         extra: dict[str, Any],
         seconds: float,
         reward_seconds: float,
-        *,
-        from_summaries: bool,
     ) -> dict[str, float]:
         samples = flatten(groups)
         timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.engine_metrics
@@ -303,10 +295,10 @@ class RolloutService(EngineCalls):
         if restarts:
             timing[ENGINE_RESTARTS] = float(restarts)
         log = self.state.plugins.rollout_log
-        if log is not None and log(rollout_id, args, samples, extra, seconds):
+        if log is not None and log(request.rollout_id, args, samples, extra, seconds):
             return timing
         # The buffer's summaries have no log-probs, from which rollout/correct_entropy follows.
-        if not from_summaries and log is None and not args.log_correct_samples:
+        if request.without_summary_metrics and log is None and not args.log_correct_samples:
             return timing
         return rollout_metrics(groups, args) | timing
 
@@ -375,17 +367,19 @@ def serve(
     extra_args: dict[str, Any] | None = None,
     engines: Sequence[HostedEngine] | None = None,
     worker_id: str | None = None,
+    engines_file: str | None = None,
 ) -> RunningService:
     """Starts engines and the service.
 
     engines: engines of this run that `engine_host` has started on their nodes, so that none is started here; an empty
         list for a run without engines.
     worker_id: the name under which it leases groups (default: host name and process id).
+    engines_file: see `open_state`.
     Raises a ConfigError for settings that cannot work, before anything is started where that can be known.
     """
     check_exposure(rpc)
     rpc = dataclasses.replace(rpc, rpc_threads=rpc.rpc_threads + MOST_CALLS)
-    state = open_state(settings, extra_args, engines)
+    state = open_state(settings, extra_args, engines, engines_file)
     try:
         service = RolloutService(settings, state, buffer_address, rpc, worker_id)
         server = Server(

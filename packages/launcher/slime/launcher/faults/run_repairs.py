@@ -37,12 +37,15 @@ class RepairedRun(Protocol):
 
 
 class RunRepairs:
-    """The repairs of one run. buffer_dir: a directory for the buffer's state that outlives the buffer's process."""
+    """The repairs of one run. buffer_dir: a directory for the buffer's state that outlives the buffer's process.
+    engines_file: a file for the external engines of the rollout service, which outlives it."""
 
     def __init__(self, config: RunConfig, supervisor: Supervisor, output_dir: Path) -> None:
         self.points: RestartPoints | None = None
         self._scratch = ScratchDirectory("slime-buffer-")
+        self._engines = ScratchDirectory("slime-engines-")
         self.buffer_dir = str(self._scratch.path)
+        self.engines_file = str(self._engines.path / "engines.json")
         self._config = config
         self._supervisor = supervisor
         self._output_dir = output_dir
@@ -150,5 +153,6 @@ class RunRepairs:
     def close(self) -> None:
         """Removes the buffer's directory and the restart points, which no later start of the run needs."""
         self._scratch.close()
+        self._engines.close()
         if self.points is not None:
             self.points.clear()

@@ -103,8 +103,8 @@ class Services:
         # A killed run leaves its access files behind, with void tokens and ports that other processes may use by now.
         remove_access(self.output_dir / ACCESS)
         self._repairs = RunRepairs.of(self.config, self.placement, self._supervisor, self.output_dir)
-        buffer_dir = None if self._repairs is None else self._repairs.buffer_dir
-        started = start_services(self.config, self.placement, self._supervisor, self.progress, buffer_dir)
+        kept = () if self._repairs is None else (self._repairs.buffer_dir, self._repairs.engines_file)
+        started = start_services(self.config, self.placement, self._supervisor, self.progress, *kept)
         self.buffer, self.rollout, self._ranks.clients = started.buffer, started.rollout, started.trainers
         self.first_step, self.num_parameters, self.notes = started.first_step, started.num_parameters, started.notes
         self.trained = self.first_step - 1

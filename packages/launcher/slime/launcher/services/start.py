@@ -77,24 +77,31 @@ def start_services(
     supervisor: Supervisor,
     progress: Progress,
     buffer_dir: str | None = None,
+    engines_file: str | None = None,
 ) -> StartedServices:
     """Starts every service that the run needs; `supervisor` stops them, also after an error.
 
     buffer_dir: where the buffer of a run without --buffer-dir keeps its state if lost services are started again; None
-    if they are not. Sets --num-rollout for a run with --num-epoch.
+    if they are not. engines_file: where the rollout service then keeps its external engines. Sets --num-rollout for a
+    run with --num-epoch.
     """
     progress("starting the services", 0, 0)
-    return _Start(config, placement, supervisor, buffer_dir).start()
+    return _Start(config, placement, supervisor, buffer_dir, engines_file).start()
 
 
 class _Start:
     """One start of the services; holds what its steps share."""
 
     def __init__(
-        self, config: RunConfig, placement: Placement, supervisor: Supervisor, buffer_dir: str | None = None
+        self,
+        config: RunConfig,
+        placement: Placement,
+        supervisor: Supervisor,
+        buffer_dir: str | None = None,
+        engines_file: str | None = None,
     ) -> None:
         self.config, self.placement, self.supervisor = config, placement, supervisor
-        self.buffer_dir = buffer_dir
+        self.buffer_dir, self.engines_file = buffer_dir, engines_file
         self.rpc = RpcSettings()
         if buffer_dir is not None:
             self.rpc = replace(self.rpc, retry_seconds=RETRY_SECONDS)
@@ -260,6 +267,7 @@ class _Start:
             extra_args=config.flat,
             engines=engines,
             worker_id=WORKER,
+            engines_file=self.engines_file,
         )
         return RolloutClient(address, settings=self._client_settings())
 

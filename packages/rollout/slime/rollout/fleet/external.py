@@ -8,10 +8,9 @@ from collections.abc import Callable
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.member import Member
-from slime.types.errors import DeadlineExceeded, InvalidField, NotFound, WrongState
+from slime.types.errors import InvalidField, NotFound, WrongState
 
-# Seconds within which a joining engine has to answer, and within which the requests of a leaving one have to end.
-JOIN_SECONDS = 60.0
+# Seconds within which the requests of a leaving engine have to end.
 LEAVE_SECONDS = 60.0
 
 
@@ -32,7 +31,7 @@ class ExternalEngines:
         """Lets the engine at `url` join, and returns its member.
 
         Raises InvalidField for an engine of another kind than the others, or one that is in the fleet already;
-        EngineError for one that does not answer; the errors of `EngineWeights.join` and of `check`.
+        EngineError or DeadlineExceeded for one that does not answer; the errors of `EngineWeights.join` and of `check`.
         """
         async with self._turn:
             if self.fleet.error is not None:
@@ -41,12 +40,7 @@ class ExternalEngines:
                 raise InvalidField("url", url, "an engine that the run does not have yet")
             member = self.fleet.connect(RemoteEngine(f"external-{self._count}", url, api_key=self._api_key))
             try:
-                try:
-                    await asyncio.wait_for(member.learn(), JOIN_SECONDS)
-                except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"no answer of the engine at {url} in {JOIN_SECONDS:g} s", field="url", value=url
-                    ) from None
+                await member.learn_in_time()
                 kinds = {other.kind.name for other in self.fleet.members}
                 if member.kind.name not in kinds:
                     raise InvalidField("url", f"{url}, {member.kind.title}", f"an engine like the others: {min(kinds)}")

@@ -16,6 +16,8 @@ from slime.types.errors import DeadlineExceeded, EngineError, InvalidField
 
 T = TypeVar("T")
 
+# Seconds within which an engine has to answer what it is.
+LEARN_SECONDS = 60.0
 # SGLang's names for the memory that it can release; weights come back empty unless the engine keeps a copy on the CPU.
 MEMORY_PARTS = ("weights", "kv_cache", "cuda_graph")
 
@@ -100,6 +102,15 @@ class Member:
             info = {}
         self.kind = kind_of(info, self.kind)
         self.abilities = self.kind.abilities(info)
+
+    async def learn_in_time(self) -> None:
+        """Does what `learn` does. Raises DeadlineExceeded where the engine does not answer within LEARN_SECONDS."""
+        try:
+            await asyncio.wait_for(self.learn(), LEARN_SECONDS)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no answer of the engine at {self.url} in {LEARN_SECONDS:g} s", field="url", value=self.url
+            ) from None
 
     async def read_version(self) -> int:
         """Returns the weight version that the engine reports. Raises EngineError if it is not a number."""

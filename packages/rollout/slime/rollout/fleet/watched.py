@@ -25,7 +25,7 @@ from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.fleet.concurrency import ConcurrencyLimit
 from slime.rollout.fleet.joining import ChangingMembers
 from slime.rollout.fleet.load_watch import follow_load
-from slime.rollout.fleet.member import Member
+from slime.rollout.fleet.member import LEARN_SECONDS, Member
 from slime.rollout.fleet.restarts import RestartLimits, Restarts
 from slime.rollout.fleet.router import Router
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
@@ -127,17 +127,28 @@ class WatchedEngines(ChangingMembers):
         """True where the sampling of every engine follows `sampling_seed`."""
         return all(member.abilities.seeded for member in self.members)
 
-    def start(self) -> None:
-        """Reads the abilities of all engines and begins to watch them. Raises EngineError if one does not answer."""
-        self.loop.run(self._start(), timeout=self.options.health_timeout + 60)
+    def start(self, *, absent_leave: bool = False) -> None:
+        """Reads the abilities of all engines and begins to watch them. Raises EngineError or
+        DeadlineExceeded if one does not answer.
 
-    async def _start(self) -> None:
+        absent_leave: engines from outside the run that do not answer leave the fleet, while others are left.
+        """
+        self.loop.run(self._start(absent_leave), timeout=LEARN_SECONDS + 30)
+
+    async def _start(self, absent_leave: bool) -> None:
         self._failed = asyncio.get_running_loop().create_future()
         # Read here, so that asyncio does not warn about an exception that was never retrieved.
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
-        for member in self.members:
-            await member.learn()
-            self._watch(member)
+        learning = (member.learn_in_time() for member in self.members)
+        answers = await asyncio.gather(*learning, return_exceptions=True)
+        for member, error in zip(list(self.members), answers, strict=True):
+            if error is None:
+                self._watch(member)
+            elif absent_leave and isinstance(error, SlimeError) and self.may_leave(member):
+                log.error("engine %s at %s does not answer and leaves the run: %s", member.name, member.url, error)
+                await self.leave(member)
+            else:
+                raise error
 
     def _watch(self, member: Member) -> None:
         self._watchers.append(asyncio.create_task(self._watch_health(member)))
