@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeBuffer, prompt_groups
+from rollout_fakes import CharTokenizer, FakeBuffer, prompt_groups
 
 from slime.rollout import service as service_module
 from slime.rollout.calls.call import CALL
@@ -20,6 +21,7 @@ from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.clients import RolloutClient, Writer
+from slime.types.errors import DataLoss, SlimeError
 from slime.types.rpc import RpcSettings, Server
 from slime.v1 import rollout_pb2_grpc
 
@@ -80,6 +82,52 @@ def test_samples_are_freed_when_generate_ends(engine, make_state, monkeypatch):
             for rollout_id in range(3):
                 client.generate(rollout_id, 4, timeout=60)
         assert buffer.num_leased == 24 and buffer.alive_at_last() == 0
+    finally:
+        server.stop(0)
+
+
+class BrokenBuffer(ForgetfulBuffer):
+    """A buffer that takes no group, and forgets those that it got back."""
+
+    def complete_group(self, token: str, samples: list[Sample]) -> bool:
+        raise DataLoss("the disk is broken")
+
+    def return_group(self, token: str, samples: list[Sample] = ()) -> None:  # type: ignore[assignment]
+        super().return_group(token, samples)
+        self.returned.clear()
+
+
+class ReturningBuffer(BrokenBuffer):
+    """A buffer that takes groups, and forgets those that it got back."""
+
+    def complete_group(self, token: str, samples: list[Sample]) -> bool:
+        return ForgetfulBuffer.complete_group(self, token, samples)
+
+
+@pytest.mark.parametrize("fault", ["reward", "unexpected", "buffer", "engine", "client"])
+def test_samples_of_calls_that_fail_are_freed(engine, make_state, monkeypatch, tmp_path, fault):
+    # Records of the log keep tracebacks, in a test that collects them.
+    monkeypatch.setattr(logging.getLogger("slime.types.rpc.status"), "disabled", True)
+    groups = prompt_groups(4, 2)
+    buffer = BrokenBuffer(groups) if fault == "buffer" else ReturningBuffer(groups)
+    monkeypatch.setattr(service_module, "BufferClient", lambda *args, **kwargs: buffer)
+    options: dict[str, Any] = {"n_samples_per_prompt": 2}
+    if fault in ("reward", "unexpected"):
+        error = {"reward": "InvalidField('label', 'x', 'y')", "unexpected": "ValueError('x')"}[fault]
+        code = f"from slime.types.errors import InvalidField\ndef reward(args, sample, **more):\n    raise {error}\n"
+        (tmp_path / "rewards.py").write_text(code)
+        options["custom_rm_path"] = f"{tmp_path / 'rewards.py'}:reward"
+    engine.status = 400 if fault == "engine" else 200
+    if fault == "client":
+        engine.held_prompts = {tuple(CharTokenizer().encode(group.samples[0].prompt)) for group in groups}
+    settings = RolloutSettings(hf_checkpoint="none", rm_type="exact_partial", **options)
+    service = RolloutService(settings, make_state(engine, **options), "none")
+    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+    server = Server([(add, service)], RpcSettings(), service_names=["slime.v1.RolloutService"])
+    try:
+        with RolloutClient(server.start(), writer=Writer("run", 1)) as client, pytest.raises(SlimeError):
+            client.generate(0, 2, timeout=2 if fault == "client" else 60)
+        assert buffer.num_leased == 4 and buffer.alive_at_last() == 0
     finally:
         server.stop(0)
 

@@ -52,6 +52,7 @@ class RolloutJob(Generic[T]):
         self.call = RolloutCall(
             rollout_id, total, evaluation=evaluation, on_progress=lambda d, t: self._events.put(Progress(d, t))
         )
+        self._over = False
         self._thread = threading.Thread(target=self._work, name=f"rollout-{rollout_id}", daemon=True)
 
     def cancel(self) -> None:
@@ -79,6 +80,13 @@ class RolloutJob(Generic[T]):
             self.call.cancel()
             # The default rollout ends when cancelled; a plug-in that ignores cancellation is left running.
             self._thread.join(timeout=5)
+            self._unread()
+
+    def _unread(self) -> None:
+        """Drops events that nobody reads any more. An error among them holds this job through its traceback."""
+        self._over = True
+        while not self._events.empty():
+            self._events.get()
 
     def _work(self) -> None:
         CALL.set(self.call)
@@ -91,6 +99,8 @@ class RolloutJob(Generic[T]):
             self._events.put(self._fleet.error or error)
         else:
             self._events.put(Result(value, self.call, time.monotonic() - started))
+        if self._over:
+            self._unread()
 
 
 class RunningJobs:

@@ -225,11 +225,30 @@ def _streaming(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
 
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
     if isinstance(error, SlimeError):
+        forget_frames(error)
         abort_with(context, error)
     if context.code() is not None or isinstance(error, grpc.RpcError):  # aborted already, or the client went away
         raise error
     log.exception("%s failed", method)
-    abort_with(context, RemoteError(f"{method}: {type(error).__name__}: {error}{place_in_plugin(error)}", field=method))
+    place = place_in_plugin(error)
+    forget_frames(error)
+    abort_with(context, RemoteError(f"{method}: {type(error).__name__}: {error}{place}", field=method))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error that is over, and of those that led to it.
+
+    Their frames hold what the call worked on, mostly with the error itself: as a result of a task, for one. Only
+    Python's collector, which may run rarely, would free such a circle.
+    """
+    over: list[BaseException | None] = [error]
+    known: set[int] = set()
+    while over:
+        each = over.pop()
+        if each is not None and id(each) not in known:
+            known.add(id(each))
+            each.__traceback__ = None
+            over += [each.__cause__, each.__context__]
 
 
 def place_in_plugin(error: Exception) -> str:
