@@ -302,3 +302,32 @@ def test_the_last_weights_are_gone_before_new_ones_are_packed(qwen3: Any, monkey
     monkeypatch.setattr(dense_module, "_Layer", Layer)
     dense.pack(1)
     assert packed == SHAPE["num_hidden_layers"]
+
+
+@given(st.integers(1, 100_000))
+def test_passes_have_few_sizes_and_little_filling(count: int) -> None:
+    size = dense_module.filled_up(count)
+    assert count <= size <= count * (1 + 1 / 16) and dense_module.filled_up(size) == size
+
+
+def test_matrices_see_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # oneDNN compiles its kernels for each number, and keeps them: hundreds of MiB in a process that meets all of them.
+    dense = DenseModel(model("llama"))
+    dense.pack(0)
+    seen, multiply = set[int](), dense_module._Matrix.__call__
+
+    def noting(matrix: Any, x_NI: torch.Tensor) -> torch.Tensor:
+        seen.add(len(x_NI))
+        return multiply(matrix, x_NI)
+
+    monkeypatch.setattr(dense_module._Matrix, "__call__", noting)
+    cache = dense.cache()
+    cache.reserve(257, 4, [])
+    for count in range(1, 257):
+        run = dense_module.Pass()
+        for row in range(count):
+            run.decode(row, row % 4)
+        run.prefill(count, SHORT)
+        hidden = dense.forward(run, cache)
+        assert len(hidden) == count + 3 and len(dense.logits(hidden[:count])) == count
+    assert len(seen) <= 90 and max(seen) == 272

@@ -4,7 +4,8 @@ It computes the same as transformers in a third of the operations: query, key an
 are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
 written in place; the tokens of all sequences form one row, without padding. With float32 weights everything is float32;
 with bfloat16 weights the matrices and the attention are bfloat16, and the rest (residual, norms, rotary
-embedding) is float32.
+embedding) is float32. Passes are filled up to one of few numbers of tokens (`filled_up`), because oneDNN compiles its
+kernels for each number, and keeps them.
 
 The packed matrices are a second copy of the weights, of at most 4 bytes per parameter. Weight updates, the scoring of
 prompts and checksums use the first copy. `slime train --dry-run` counts both.
@@ -33,6 +34,8 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_FOR = 64
 # Rows of the output matrix per product: the system allocates memory anew for each larger product.
 HEAD_ROWS = 8192
+# Numbers of tokens of a pass from one power of two to the next: a pass has at most a sixteenth more than it needs.
+SIZES_PER_OCTAVE = 16
 
 
 @dataclass
@@ -111,8 +114,10 @@ class DenseModel:
 
     def forward(self, run: Pass, cache: KvCache) -> Tensor:
         """Returns float32 hidden states [N, hidden], and writes the keys and values of all tokens into the cache."""
-        positions_N = torch.tensor(run.positions)
-        hidden_N = self._model.get_input_embeddings().weight[torch.tensor(run.ids)].float()
+        count = len(run.ids)
+        filling = [0] * (filled_up(count) - count)
+        positions_N = torch.tensor(run.positions + filling)
+        hidden_N = self._model.get_input_embeddings().weight[torch.tensor(run.ids + filling)].float()
         cos_N1D, sin_N1D = self._rotary(positions_N)
         attention = _Attention(run, positions_N, cache, self._scale, self._dtype)
         heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
@@ -127,16 +132,17 @@ class DenseModel:
             hidden_N += layer.output(attention(index, query_NHD, key_NKD, value_NKD))
             gate, up = layer.gate_up(self._normed(hidden_N, layer.mlp_norm)).chunk(2, -1)
             hidden_N += layer.down(F.silu(gate).mul_(up))
-        return hidden_N
+        return hidden_N[:count]
 
     def logits(self, hidden_B: Tensor) -> Tensor:
         """Returns float32 logits [B, V], which the next call overwrites."""
         if len(hidden_B) > len(self._logits_BV):
             self._logits_BV = torch.zeros(len(hidden_B), self._logits_BV.shape[1])
         logits_BV = self._logits_BV[: len(hidden_B)]
-        normed = self._normed(hidden_B, self._norm)
+        count = len(hidden_B)
+        normed = F.pad(self._normed(hidden_B, self._norm), (0, 0, 0, filled_up(count) - count))
         for part, matrix in zip(logits_BV.split(HEAD_ROWS, -1), self._head, strict=True):
-            part.copy_(matrix(normed))
+            part.copy_(matrix(normed)[:count])
         return logits_BV
 
     def _normed(self, hidden_N: Tensor, weight: Tensor) -> Tensor:
@@ -148,6 +154,14 @@ class DenseModel:
         cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         # (a, b) becomes (a cos - b sin, b cos + a sin): with the halves swapped, the sine of the first is negative.
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+
+def filled_up(count: int) -> int:
+    """Returns the number of tokens that a pass of `count` tokens computes."""
+    step = 1
+    while count > 2 * SIZES_PER_OCTAVE * step:
+        step *= 2
+    return -(-count // step) * step
 
 
 class _Layer:
@@ -204,6 +218,8 @@ class _Attention:
             )
             parts.append(seen_1HTD[0].transpose(0, 1).flatten(1))
             start += length
+        if start < len(query_NHD):
+            parts.append(query_NHD.new_zeros(len(query_NHD) - start, query_NHD[0].numel()))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
