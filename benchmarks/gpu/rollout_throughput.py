@@ -43,8 +43,8 @@ from slime.rollout.launch import close_state, open_state, start_engines
 from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.clients import BufferClient, RolloutClient
-from slime.types.garbage import spare_long_lived
 from slime.types.rpc import RpcSettings, Server
+from slime.types.rpc.garbage import spare_long_lived
 from slime.types.rpc.token_files import write_private
 from slime.types.settings import Parser
 from slime.v1 import rollout_pb2_grpc

@@ -33,11 +33,11 @@ from slime.types import Sample
 from slime.types.clients import BufferClient, Writer
 from slime.types.codec import sample_to_proto
 from slime.types.errors import InvalidField, StaleWriter
-from slime.types.garbage import spare_long_lived
 from slime.types.pace import TrainerPace
 from slime.types.plugins import load_plugin, load_setting
 from slime.types.rpc import RpcSettings, RunningService, Server
 from slime.types.rpc.auth import check_exposure
+from slime.types.rpc.garbage import spare_long_lived
 from slime.v1 import buffer_pb2, rollout_pb2, rollout_pb2_grpc
 
 EXAMPLES = 3

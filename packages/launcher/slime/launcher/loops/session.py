@@ -14,7 +14,7 @@ from slime.launcher.metrics.silence import SilenceWatch
 from slime.launcher.placement.reserve import place_run
 from slime.launcher.platform.ray_cluster import OBJECT_STORE_BYTES, ray_cluster
 from slime.trainer.settings.checks import compares_rewards
-from slime.types.garbage import spare_long_lived
+from slime.types.rpc.garbage import spare_long_lived
 from slime.types.rpc.roles import Role, role_token
 
 

@@ -19,8 +19,8 @@ from slime.launcher.services.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.errors import WrongState
-from slime.types.garbage import spare_long_lived
 from slime.types.rpc import RpcSettings
+from slime.types.rpc.garbage import spare_long_lived
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
 
 

@@ -16,7 +16,7 @@ def run(script: str) -> list[str]:
 def test_collections_skip_what_was_there_and_collect_what_comes() -> None:
     answers = run("""
         import gc, weakref
-        from slime.types.garbage import spare_long_lived
+        from slime.types.rpc.garbage import spare_long_lived
 
         class Node:
             pass
@@ -41,7 +41,7 @@ def test_collections_skip_what_was_there_and_collect_what_comes() -> None:
 def test_a_process_without_cycles_collects_rarely() -> None:
     answers = run("""
         import gc
-        from slime.types.garbage import spare_long_lived
+        from slime.types.rpc.garbage import spare_long_lived
 
         spare_long_lived(collect_rarely=True)
         print(gc.get_threshold()[0] > 10_000)
