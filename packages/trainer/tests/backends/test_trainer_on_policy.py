@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from slime.trainer.algorithms.logprobs import token_log_probs
 from slime.trainer.backends.attention import attend
 from slime.trainer.backends.base import Outputs
-from slime.trainer.backends.fsdp.on_policy import EngineForward, check_family
-from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
+from slime.trainer.backends.fsdp.on_policy import EngineForward
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.runs import Runs
+from slime.trainer.settings.checks import advice
+from slime.trainer.settings.on_policy import check_engine_layers
 from slime.types.errors import NotAvailable
 
 SHAPE = dict(
@@ -184,23 +185,37 @@ def test_log_probs_and_their_gradients_do_not_depend_on_the_chunks(
     [
         ({"model_type": "gemma2"}, "its model_type is gemma2, and not one of llama, qwen3"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "its layers have windows"),
+        ({"sliding_window": 512}, "its layers have windows"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "its rope_type is llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "its rope_type is yarn"),
         ({"hidden_act": "gelu"}, "its hidden_act is gelu"),
         ({"mlp_bias": True}, "its mlp_bias is on"),
+        ({"head_dim": 64}, "its heads have 64 elements and not 128: while it generates"),
+        ({"head_dim": None}, "its heads have 8 elements and not 128"),
     ],
 )
 def test_models_with_other_layers_are_refused_by_what_differs(values: dict[str, Any], reason: str) -> None:
-    config = LlamaConfig(**SHAPE)
-    check_family(config)
-    for name, value in values.items():
-        setattr(config, name, value) if name != "model_type" else object.__setattr__(config, name, value)
-    with pytest.raises(NotAvailable, match=reason):
-        check_family(config)
+    config = LlamaConfig(**SHAPE, head_dim=128).to_dict()
+    check_engine_layers(config)
+    with pytest.raises(NotAvailable, match=f"--hf-checkpoint: --true-on-policy-mode for this model is .*{reason}"):
+        check_engine_layers(config | values)
 
 
-def test_heads_that_sglang_rounds_differently_while_it_generates_are_refused() -> None:
-    with pytest.raises(NotAvailable, match="--hf-checkpoint.* heads have 64 elements"):
-        SglangKernels(LlamaConfig(**SHAPE, head_dim=64), torch.device("cpu"))
+def test_a_file_is_judged_as_the_config_that_transformers_reads_from_it() -> None:
+    unused_windows = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 2}
+    for values in ({}, unused_windows, unused_windows | {"use_sliding_window": True, "max_window_layers": 3}):
+        check_engine_layers({"model_type": "qwen3", "num_hidden_layers": 3} | values)
+        check_engine_layers(Qwen3Config(**SHAPE, **values).to_dict())
+    used = unused_windows | {"use_sliding_window": True}
+    for config in ({"model_type": "qwen3", "num_hidden_layers": 3} | used, Qwen3Config(**SHAPE, **used).to_dict()):
+        with pytest.raises(NotAvailable, match="its layers have windows"):
+            check_engine_layers(config)
+
+
+def test_with_megatron_the_flag_says_that_log_probs_differ(model: str) -> None:
+    (sentence,) = advice(make_settings(model, true_on_policy_mode=True, train_backend="megatron"))
+    assert "--train-backend megatron only keeps to one update per iteration" in sentence
+    assert not list(advice(make_settings(model, true_on_policy_mode=True)))
 
 
 def test_on_a_cpu_the_trainer_says_that_log_probs_differ(

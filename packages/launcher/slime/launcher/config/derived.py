@@ -107,26 +107,3 @@ def decay_over_run(trainer: TrainerSettings, flat: dict[str, Any], num_rollout: 
         if warm_up >= trained_updates:
             raise InvalidSetting.must_be(flag, f"less than {trained_updates}, the updates of the run", got=warm_up)
     trainer.lr_decay_iters = flat["lr_decay_iters"] = updates
-
-
-def check_on_policy(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting if --true-on-policy-mode meets settings that train on samples of older weights.
-
-    args: every setting of the run by its name.
-    """
-    if not args["true_on_policy_mode"]:
-        return
-    samples = args["rollout_batch_size"] * args["n_samples_per_prompt"]
-    for name, conflicts, reason in (
-        ("num_steps_per_rollout", args["num_steps_per_rollout"] not in (None, 1), "a rollout is one update"),
-        (
-            "global_batch_size",
-            args["global_batch_size"] not in (None, samples),
-            f"an update takes all {samples} samples",
-        ),
-        ("update_weights_interval", (args.get("update_weights_interval") or 1) > 1, "each rollout needs new weights"),
-        ("partial_rollout", args.get("partial_rollout"), "a sample must be of one version of the weights"),
-        ("keep_old_actor", args.get("keep_old_actor"), "a sample must be of the newest weights"),
-    ):
-        if conflicts:
-            raise InvalidSetting.conflict("--true-on-policy-mode", as_typed(name, args[name]), reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from slime.launcher.config.checks.on_policy import check_on_policy_model
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.loops.services import Services
@@ -33,6 +34,8 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
     size = None if settings.rollout_data_transport == "object-store" else OBJECT_STORE_BYTES
     with ray_cluster(settings.ray_address, settings.ray_num_cpus, object_store_bytes=size):
         placement = place_run(settings, config.rollout, report.status)
+        if placement.trainer_ranks:
+            check_on_policy_model(config.trainer, on_gpu=placement.has_gpus)
         with Services(config, placement, report.output_dir, report.progress) as run:
             if exporter is not None:
                 read_token = role_token(run.authority.token, Role.READ)

@@ -77,6 +77,11 @@ def advice(settings: TrainerSettings, *, asynchronous: bool = False) -> Iterator
     asynchronous: rollouts are generated with older weights than the trainer's.
     """
     s = settings
+    if s.true_on_policy_mode and s.train_backend == "megatron":
+        yield (
+            "--true-on-policy-mode with --train-backend megatron only keeps to one update per iteration: its log-probs "
+            "differ from the engine's by rounding; --train-backend fsdp computes them with the engine's kernels"
+        )
     if s.loss_type != "policy_loss":
         return
     if s.use_kl_loss and s.kl_loss_coef and s.kl_loss_type == "k1" and not s.use_unbiased_kl:

@@ -20,7 +20,7 @@ from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.checks.engine_weights import check_quantization, check_weight_transport
 from slime.launcher.config.checks.loop import check_loop, check_recordings
-from slime.launcher.config.derived import check_on_policy
+from slime.launcher.config.checks.on_policy import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers
 from slime.launcher.run_directory.writable import check_places

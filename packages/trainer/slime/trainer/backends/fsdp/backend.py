@@ -32,7 +32,7 @@ from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
 from slime.trainer.backends.fsdp.delta_net import has_state
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, left_out, other_in_files
-from slime.trainer.backends.fsdp.on_policy import EngineForward, check_family
+from slime.trainer.backends.fsdp.on_policy import EngineForward
 from slime.trainer.backends.fsdp.optimizer import AdamWStep, PolicyOptimizer
 from slime.trainer.backends.fsdp.passes import Passes
 from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
@@ -41,6 +41,7 @@ from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.trainer.process.collective import Ranks
+from slime.trainer.settings.on_policy import check_engine_layers, uses_engine_kernels
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole, whole_bytes
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable, WrongState
@@ -123,10 +124,10 @@ class FsdpBackend(Backend):
         """
         if not self.settings.true_on_policy_mode:
             return None
-        if self.device.type != "cuda" or not self.settings.bf16:
+        if not uses_engine_kernels(self.settings, self.device.type):
             log.info("--true-on-policy-mode: log-probs differ from the engine's by rounding, on a CPU and in float32")
             return None
-        check_family(config)
+        check_engine_layers(config.to_dict())
         log.info("--true-on-policy-mode: log-probs are computed with SGLang's deterministic kernels")
         return EngineForward(SglangKernels(config, self.device))
 
@@ -155,6 +156,8 @@ class FsdpBackend(Backend):
         """Loads a model that scores the policy's rows and does not train."""
         model = loading.load_model(path, flag=flag)
         loading.check_vocabulary(model.config, self.vocab_size, flag, path)
+        if self._engine is not None:
+            check_engine_layers(model.config.to_dict(), flag)
         # All models share one layout of the rows.
         self.gathers_keys |= "sliding_attention" in loading.layer_types(model.config)
         self.can_share_prompts &= not has_state(model)

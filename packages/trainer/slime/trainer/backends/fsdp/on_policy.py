@@ -16,12 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slime.trainer.backends.fsdp.model import decoder_layers, layer_types
+from slime.trainer.backends.fsdp.model import decoder_layers
 from slime.trainer.batching.runs import Runs
-from slime.types.errors import NotAvailable
 
-# Models whose layers the kernels below make up: attention with or without norms of its heads, and a gated SiLU.
-FAMILIES = frozenset({"llama", "qwen3"})
 # Float32 logits at a time.
 _CHUNK = 1 << 26
 
@@ -51,22 +48,6 @@ class Kernels(Protocol):
         """[U, V] float32 -> [U, V] float32"""
 
 
-def check_family(config: Any) -> None:
-    """Raises NotAvailable for a model that has other layers than the engine's kernels are put together for here."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    reason = (
-        f"its model_type is {config.model_type}, and not one of {', '.join(sorted(FAMILIES))}"
-        if config.model_type not in FAMILIES
-        else "its layers have windows" if layer_types(config) != {"full_attention"}
-        else f"its rope_type is {rope['rope_type']}" if rope.get("rope_type", "default") != "default"
-        else f"its hidden_act is {config.hidden_act}" if config.hidden_act != "silu"
-        else "its mlp_bias is on" if getattr(config, "mlp_bias", False)
-        else None
-    )  # fmt: skip
-    if reason is not None:
-        raise NotAvailable.unavailable("--true-on-policy-mode for this model", reason).at("--hf-checkpoint")
-
-
 class EngineForward:
     """Gives the layers of models the engine's values. Layers may have been compiled, and are not sharded."""
 
@@ -78,8 +59,7 @@ class EngineForward:
         self._parts: tuple[Tensor, Tensor] | None = None
 
     def attach(self, model: Any) -> None:
-        """Replaces the forward passes of layers, last norm and head. Raises NotAvailable for another family."""
-        check_family(model.config)
+        """Replaces the forward passes of layers, last norm and head of a model that `check_engine_layers` accepts."""
         for layer in decoder_layers(model):
             layer.forward = self._layer(layer, layer.forward)
         norm, head = model.get_decoder().norm, model.get_output_embeddings()

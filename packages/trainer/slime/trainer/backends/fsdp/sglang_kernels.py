@@ -13,25 +13,17 @@ import torch
 from torch import Tensor
 
 from slime.trainer.batching.runs import Runs
+from slime.trainer.settings.on_policy import head_width
 from slime.types.errors import NotAvailable
-
-# FlashAttention 3 adds up keys by blocks of 128 where it reads a prompt, and where it generates, of other sizes but for
-# heads of this width.
-_WIDTH = 128
 
 
 class SglangKernels:
-    """Raises NotAvailable for other heads, without SGLang, and for a release of it that has these kernels elsewhere."""
+    """Raises NotAvailable without SGLang, and for a release of it that has these kernels elsewhere."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
-        """config: of a dense model in transformers."""
+        """config: of a model in transformers that `check_engine_layers` accepts."""
         text = config.get_text_config()
-        self._width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        if self._width != _WIDTH:
-            reason = (
-                f"its heads have {self._width} elements and not {_WIDTH}: while it generates, SGLang rounds differently"
-            )
-            raise NotAvailable.unavailable("--true-on-policy-mode for this model", reason).at("--hf-checkpoint")
+        self._width = head_width(text.to_dict())
         rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
         theta: Any = rope.get("rope_theta") or getattr(text, "rope_theta", 10000.0)
         self._theta = float(theta)
