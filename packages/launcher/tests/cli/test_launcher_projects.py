@@ -161,10 +161,10 @@ def test_an_evaluation_of_a_run_has_its_reward_and_columns_wherever_it_is_starte
     assert settings["eval_prompt_data"] == [["multiples", f"{project}/data/prompts.jsonl"]]
     assert settings["label_key"] == "label" and settings["rollout_max_response_len"] == 3
     assert not settings.keys() & {"save_interval", "lr", "over_sampling_batch_size", "prompt_data"}
-    config = run_config.parse(words_of(str(run.path), run, None, ["--eval-temperature", "1"], tmp_path / "out"))
+    config = run_config.parse(words_of(str(run.model()), run, None, ["--eval-temperature", "1"], tmp_path / "out"))
     assert config.launcher.num_rollout == 0 and config.rollout.eval_temperature == 1
     assert config.rollout.hf_checkpoint == str(run.path / "model")
-    other = words_of(str(run.path), run, f"{project}/data/prompts.jsonl@[:2]", [], tmp_path / "out", with_sets=False)
+    other = words_of(str(run.model()), run, f"{project}/data/prompts.jsonl@[:2]", [], tmp_path / "out", with_sets=False)
     assert run_config.parse(other).buffer.evaluation_sets() == {"prompts": f"{project}/data/prompts.jsonl@[:2]"}
 
 
@@ -177,7 +177,7 @@ def test_an_evaluation_of_a_run_has_its_gpus_evaluator_and_attributes(
     flags += ["--custom-config-path", "custom.yaml", "--rollout-function-path", "own.py:rollout"]
     run = read_run(make_run(*flags))
     (run.path / "model").symlink_to(project / "model")
-    words = words_of(str(run.path), run, None, ["--n-samples-per-eval-prompt", "4"], tmp_path / "out")
+    words = words_of(str(run.model()), run, None, ["--n-samples-per-eval-prompt", "4"], tmp_path / "out")
     config = run_config.parse(words)
     (engines,) = plan_placement(config.launcher, config.rollout, 8).engines
     assert engines.gpus == 8 and plan_placement(config.launcher, config.rollout, 0).engines[0].embedded == 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.launcher.cli.recorded_run import is_run, read_run
 from slime.launcher.config.help import CommandParser
+from slime.launcher.run_directory.checkpoints import held
 from slime.rollout.engines.registry import KINDS
 from slime.types.errors import ConfigError, EngineError, InvalidSetting, SlimeError
 from slime.types.settings import build
@@ -52,18 +53,19 @@ def main(command: str, argv: Sequence[str]) -> int:
         if options.max_tokens is not None and options.max_tokens < 1:
             raise InvalidSetting.must_be("--max-tokens", "at least 1", got=options.max_tokens)
         max_tokens = options.max_tokens or most_tokens(Path(options.model))
-        directory = model_directory(options.model)
-        if options.system is not None and not has_chat_template(directory):
-            raise InvalidSetting.requires("--system", "a model with a chat template")
-        typed = None if sys.stdin is not None and sys.stdin.isatty() else _read_message()
-        with engine(directory, options.engine) as conversation:
-            conversation.params = {"temperature": options.temperature, "max_tokens": max_tokens}
-            conversation.warn_unknown(options.system or "")
-            conversation.start(options.system)
-            if typed is None:
-                talk(conversation)
-            else:
-                say(conversation, typed)
+        with held(lambda: Path(model_directory(options.model))) as found:
+            directory = str(found)
+            if options.system is not None and not has_chat_template(directory):
+                raise InvalidSetting.requires("--system", "a model with a chat template")
+            typed = None if sys.stdin is not None and sys.stdin.isatty() else _read_message()
+            with engine(directory, options.engine) as conversation:
+                conversation.params = {"temperature": options.temperature, "max_tokens": max_tokens}
+                conversation.warn_unknown(options.system or "")
+                conversation.start(options.system)
+                if typed is None:
+                    talk(conversation)
+                else:
+                    say(conversation, typed)
     except KeyboardInterrupt:
         print()
         return 130

@@ -8,6 +8,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ import yaml
 from slime.launcher.cli.recorded_run import RecordedRun, is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
 from slime.launcher.hub.names import dataset_name, model_name
+from slime.launcher.run_directory.checkpoints import held
 from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, SlimeError
 from slime.types.files import check_readable, whole_file, write_whole
@@ -110,12 +112,16 @@ def evaluate(argv: list[str]) -> int:
     with_sets = not (data or named)
     # The user did not type these here, so a setting of the run that an evaluation does not read is not an error.
     inherited = () if run is None else evaluation_settings(run, with_sets=with_sets)
-    # Raises for wrong flags, before anything is written; the run itself would print the error and return.
-    with tempfile.TemporaryDirectory(prefix="slime-eval-") as place:
-        words = words_of(model, run, data, flags, output, with_sets=with_sets, place=Path(place))
-        config = run_config.parse(words, inherited=inherited)
-    words = words_of(model, run, data, flags, output, with_sets=with_sets)
-    return _run(words, config, output, inherited, as_json=options.json)
+    with ExitStack() as reading:
+        if run is not None:
+            # A run that goes on may delete its checkpoints.
+            model = str(reading.enter_context(held(run.model)))
+        # Raises for wrong flags, before anything is written; the run itself would print the error and return.
+        with tempfile.TemporaryDirectory(prefix="slime-eval-") as place:
+            words = words_of(model, run, data, flags, output, with_sets=with_sets, place=Path(place))
+            config = run_config.parse(words, inherited=inherited)
+        words = words_of(model, run, data, flags, output, with_sets=with_sets)
+        return _run(words, config, output, inherited, as_json=options.json)
 
 
 def _check_own(output: Path) -> None:
@@ -145,14 +151,15 @@ def words_of(
     model: str, run: RecordedRun | None, data: str | None, flags: Sequence[str], output: Path, *,
     with_sets: bool = True, place: Path | None = None,
 ) -> list[str]:  # fmt: skip
-    """Returns the arguments of `slime train` that run the evaluation. with_sets: keep the run's evaluation sets.
-    place: directory of the files that hold settings of the run; `output` by default."""
+    """Returns the arguments of `slime train` that evaluate `model`, which may be one of `run`.
+
+    with_sets: keep the run's evaluation sets. place: directory of the files that hold settings of the run; `output`
+    by default.
+    """
     place = output if place is None else place
     settings = {} if run is None else evaluation_settings(run, with_sets=with_sets)
-    if run is not None:
-        model = str(run.model())
-        if with_sets and not settings.keys() & {"eval_prompt_data", "eval_config"}:
-            raise InvalidSetting.required("DATA", f"RUN {run.path} had no evaluation sets")
+    if run is not None and with_sets and not settings.keys() & {"eval_prompt_data", "eval_config"}:
+        raise InvalidSetting.required("DATA", f"RUN {run.path} had no evaluation sets")
     words = ["--hf-checkpoint", model, "--num-rollout", "0", "--debug-rollout-only", "--log-samples", "0"]
     words += ["--output-dir", str(output), "--save-debug-rollout-data", str(output / RECORDED)]
     if data is not None:

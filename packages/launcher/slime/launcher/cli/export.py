@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
+from slime.launcher.run_directory.checkpoints import held
 from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
 from slime.types.setting_values import named_path
@@ -81,16 +82,17 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
     from slime.converters.convert import hf_to_gguf, to_hf
     from slime.launcher.hub.fetch import local_model
 
-    source, began_with = model_of(run, step)
-    tokenizer = local_model(began_with, "hf_checkpoint") if began_with and to_hf.needs_origin(source) else None
-    with path_errors(output, "--output"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-    if form == "hf":
-        with _errors_of_output():
-            return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
-    with ExitStack() as held:
+    _, began_with = model_of(run, step)
+    with ExitStack() as opened:
+        source = opened.enter_context(held(lambda: model_of(run, step)[0]))
+        tokenizer = local_model(began_with, "hf_checkpoint") if began_with and to_hf.needs_origin(source) else None
+        with path_errors(output, "--output"):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        if form == "hf":
+            with _errors_of_output():
+                return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
         if not (source / "config.json").is_file():
-            directory = held.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
+            directory = opened.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
             source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
         return hf_to_gguf.convert(source, output, argument=f"RUN|MODEL {run}")
 

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slime.converters.torch_dist.directory import iteration_directory
-from slime.types.directories import remove_directory
-from slime.types.errors import ConfigError, InvalidSetting, MissingFile
+from slime.types.directories import remove_directory, try_lock
+from slime.types.errors import Busy, ConfigError, InvalidSetting, MissingFile
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ STATE_FILE = "trainer.json"  # in every checkpoint of the trainer, which appears
 RECOVERY = "recovery"  # directory of restart points below --output-dir, which is emptied at the start and end of a run
 NAME = re.compile(r"(?:step|iter)_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
+# Attempts to open the newest checkpoint of a run that deletes old ones.
+ATTEMPTS = 10
 # Files of plain weights that training can start from: a Hugging Face model or a converted torch_dist one.
 MODEL_FILES = ("config.json", ".metadata", TRACKER)
 
@@ -129,7 +133,8 @@ def prune(directory: Path, *, keep: int | None, retain_interval: int | None, nee
     """Deletes complete checkpoints except the last `keep` and every `retain_interval`-th; returns the deleted ones.
 
     Both None: keeps all. keep None: keeps the newest and those of the interval. needed: path of a checkpoint that is
-    kept in any case. A checkpoint with files that slime did not write is kept, with a warning.
+    kept in any case. A checkpoint with files that slime did not write is kept, with a warning; one that another process
+    reads (`held`) is kept until the next call.
     """
     if keep is None and retain_interval is None:
         return []
@@ -141,9 +146,52 @@ def prune(directory: Path, *, keep: int | None, retain_interval: int | None, nee
         if in_use is not None and os.path.realpath(path) == in_use:
             continue
         try:
-            remove_directory(path, field="--save-keep")
-        except InvalidSetting as error:
+            # Opened for writing, without which network file systems give no exclusive lock.
+            with open(path / STATE_FILE, "r+b") as state:
+                if try_lock(state.fileno()) is False:
+                    log.warning("%s is kept until the next checkpoint: another process reads it", path)
+                    continue
+                remove_directory(path, field="--save-keep")
+        except (InvalidSetting, OSError) as error:
             log.warning("not deleted: %s", error)
         else:
             deleted.append(path)
     return deleted
+
+
+@contextmanager
+def held(choose: Callable[[], Path]) -> Iterator[Path]:
+    """Yields the model or checkpoint that `choose` returns; until the end of the block, or of this process, `prune`
+    keeps it.
+
+    Chooses again if a run deletes the checkpoint just then; raises Busy if that goes on. On a file system without
+    locks, has no effect.
+    """
+    for _ in range(ATTEMPTS):
+        path = choose()
+        with ExitStack() as opened:
+            try:
+                state = opened.enter_context(open(path / STATE_FILE, "rb"))
+            except FileNotFoundError:
+                state = None  # a model that is not a checkpoint, or that is deleted just now
+            if path.is_dir() if state is None else _lock_shared(state, path / STATE_FILE):
+                yield path
+                return
+    raise Busy(
+        f"{path}: the run deletes its checkpoints faster than they can be opened; use a larger --save-keep",
+        field="--save-keep", value=str(path),
+    )  # fmt: skip
+
+
+def _lock_shared(state: BinaryIO, path: Path) -> bool:
+    """Returns whether `state` is locked, or cannot be, and still lies at `path`."""
+    try:
+        fcntl.flock(state, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # the file system has no locks
+    try:
+        return os.path.samestat(path.stat(), os.fstat(state.fileno()))
+    except FileNotFoundError:
+        return False
