@@ -126,7 +126,7 @@ def test_no_thread_but_the_caller_s_reads_a_file(tmp_path: Path, monkeypatch: py
             readers.add(threading.current_thread())
             return super().read(size)
 
-    monkeypatch.setattr(Path, "open", lambda path, mode: Recorded(path, mode))
+    monkeypatch.setattr("slime.launcher.run_directory.kept_samples.open_regular", Recorded)
     assert len(read_rows(kept_files(tmp_path)[0].path)) == 5
     assert readers == {threading.current_thread()}
 

@@ -197,7 +197,8 @@ def check_replaceable(path: Path, *, field: str) -> None:
 def read_mark(path: Path) -> dict[str, Any] | None:
     """Returns the content of MARK in a directory; None if it has no valid one."""
     try:
-        mark = json.loads((path / MARK).read_text())
+        # A pipe would wait for its writer.
+        mark = json.loads((path / MARK).read_text()) if (path / MARK).is_file() else None
     except (OSError, ValueError):
         return None
     return mark if isinstance(mark, dict) and isinstance(mark.get("files"), list) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from slime.types.directories import kind_of, path_errors
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
@@ -59,8 +60,7 @@ def read_bounded(path: str | Path, flag: str, most_bytes: int = MOST_BYTES) -> b
     """Returns the content of a regular file that `flag` names. Raises MissingFile, InvalidFile."""
     check_readable(path, flag)
     try:
-        # Does not wait for a writer if a pipe has replaced the file meanwhile.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open_regular(path) as file:
             content = file.read(most_bytes + 1)
     except OSError as error:
         raise _cannot_read(path, flag, error) from None
@@ -70,6 +70,23 @@ def read_bounded(path: str | Path, flag: str, most_bytes: int = MOST_BYTES) -> b
             f"{flag}: {path} is too large, expected {expected}", field=flag, value=str(path), expected=expected
         )
     return content
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Opens a file to read its bytes. Raises OSError; also, without waiting, for a pipe or a device."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise OSError(errno.EINVAL, f"a {kind_of(mode)} and not a regular file", str(path))
+    return file
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Returns the content of a file. Raises OSError as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def _cannot_read(path: str | Path, flag: str, error: OSError | ValueError) -> InvalidFile:

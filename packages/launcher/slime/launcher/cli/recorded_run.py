@@ -14,6 +14,7 @@ from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
 from slime.launcher.run_directory.earlier_run import MODEL
 from slime.types.config_files import load, read_config
 from slime.types.errors import InvalidFile, MissingFile
+from slime.types.files import read_regular
 
 # The heading that `config.record` writes above each command.
 _STARTED_IN = re.compile(r"^# \S+ \S+ \S+, in (?P<directory>.*)$", re.MULTILINE)
@@ -120,7 +121,7 @@ def _run_name(path: Path) -> str | None:
 def _started_in(path: Path) -> Path:
     """Returns the directory in which the run was last started; the current one if that is unknown or gone."""
     try:
-        found = _STARTED_IN.findall((path / COMMAND).read_text(encoding="utf-8", errors="replace"))
+        found = _STARTED_IN.findall(read_regular(path / COMMAND).decode("utf-8", "replace"))
     except OSError:
         found = []
     return Path(found[-1]) if found and Path(found[-1]).is_dir() else Path.cwd()

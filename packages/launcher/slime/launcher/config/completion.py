@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.buffer.settings import BufferSettings
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.types.files import read_regular
 from slime.types.models.vision import vision_of
 
 
@@ -47,7 +48,7 @@ def with_needs_of_training(
 def _config(hf_checkpoint: str | None) -> dict[str, Any] | None:
     """Returns the model's config.json; None if it is missing or unreadable, which other checks report."""
     try:
-        found = json.loads(Path(hf_checkpoint or "", "config.json").read_text())
+        found = json.loads(read_regular(Path(hf_checkpoint or "", "config.json")))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

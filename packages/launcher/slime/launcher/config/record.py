@@ -16,7 +16,7 @@ import yaml
 
 from slime.launcher.config.catalogue import FAMILIES, declared
 from slime.launcher.config.run_config import RunConfig
-from slime.types.files import write_whole
+from slime.types.files import check_file_place, write_whole
 
 SETTINGS, COMMAND, VERSIONS = "run.yaml", "command.txt", "versions.json"
 # These identify this run; a repetition needs other values.
@@ -28,6 +28,7 @@ def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> 
     """Writes the record of this start of the run; keeps the commands of earlier starts. command: as it was typed."""
     write_whole(directory / SETTINGS, settings_text(config))
     write_whole(directory / VERSIONS, json.dumps(versions(), indent=2) + "\n")
+    check_file_place(directory / COMMAND, field="--output-dir")
     with (directory / COMMAND).open("a", encoding="utf-8") as file:
         file.write(f"# {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, in {Path.cwd()}\n{shlex.join(command)}\n")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.types.directories import path_errors
-from slime.types.files import write_whole
+from slime.types.files import check_file_place, write_whole
 
 Metrics = dict[str, float]
 
@@ -25,6 +25,8 @@ class MetricsLog:
         self._held = path.with_name(f".{path.name}.held")
         # The row of the step before the first one, if the earlier start ended before it was written.
         self.restored: dict[str, Any] | None = None
+        for file in (path, self._held):
+            check_file_place(file, field="--output-dir")
         if path.exists():
             self._keep(lambda row: first_step is None or row["step"] < first_step + is_evaluation(row))
         if first_step is not None:

@@ -161,7 +161,7 @@ class Report:
             elif row.get(REWARD) is not None:
                 self._rewards[row["step"]] = row[REWARD]
         path = self.output_dir / EXAMPLES
-        if rows and path.exists():
+        if rows and path.is_file():
             first = json.loads(path.read_text())
             if first["step"] <= first_step:
                 self._examples = [(first["step"], [Sample(**fields) for fields in first["samples"]])]

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from slime.converters.torch_dist.directory import iteration_directory
 from slime.types.directories import remove_directory, try_lock
 from slime.types.errors import Busy, ConfigError, InvalidSetting, MissingFile
+from slime.types.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -171,9 +172,9 @@ def held(choose: Callable[[], Path]) -> Iterator[Path]:
         path = choose()
         with ExitStack() as opened:
             try:
-                state = opened.enter_context(open(path / STATE_FILE, "rb"))
-            except FileNotFoundError:
-                state = None  # a model that is not a checkpoint, or that is deleted just now
+                state = opened.enter_context(open_regular(path / STATE_FILE))
+            except OSError:
+                state = None  # a model that is not a checkpoint, or a checkpoint that is deleted just now
             if path.is_dir() if state is None else _lock_shared(state, path / STATE_FILE):
                 yield path
                 return

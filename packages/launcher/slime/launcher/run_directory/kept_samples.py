@@ -27,7 +27,7 @@ import numpy as np
 from slime.types import Sample
 from slime.types.directories import path_errors
 from slime.types.errors import InvalidFile
-from slime.types.files import whole_file
+from slime.types.files import open_regular, whole_file
 
 DIRECTORY = "samples"
 TRAIN = "train"
@@ -226,7 +226,7 @@ _FOOTERS = _Footers()
 
 def count_rows(path: Path) -> int:
     # Opened here, because pyarrow opens only paths in UTF-8.
-    with _readable(path), path.open("rb") as opened:
+    with _readable(path), open_regular(path) as opened:
         return _FOOTERS.of(path, opened)[1][-1]
 
 
@@ -273,7 +273,7 @@ def iterate_rows(
     wanted = [name for name, _, _ in SCHEMA] if columns is None else list(columns)
     # Read by this thread: pre-buffering reads a Python file on a thread of Arrow's, which can outlive the interpreter's
     # lock and then aborts a process that ends right after its last row.
-    with _readable(path), path.open("rb") as opened:
+    with _readable(path), open_regular(path) as opened:
         metadata, firsts = _FOOTERS.of(path, opened)
         with pq.ParquetFile(opened, metadata=metadata, pre_buffer=False) as file:
             missing = sorted(set(wanted) - set(file.schema_arrow.names))

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from slime.types.errors import SlimeError
-from slime.types.files import write_whole
+from slime.types.files import read_regular, write_whole
 
 FILE = "state.json"
 STATES = ("running", "done", "failed", "stopped", "unknown")
@@ -118,7 +118,7 @@ def recorded(directory: Path, command: str) -> Iterator[RunState]:
 def read_state(directory: Path) -> RunStatus:
     """Returns the state of the run in `directory`; "failed" if its process on this host is gone."""
     try:
-        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        found = json.loads(read_regular(directory / FILE))
         state = RunStatus(**{name: found[name] for name in RunStatus.__dataclass_fields__ if name in found})
     except (OSError, ValueError, TypeError, RecursionError):
         return RunStatus()

@@ -24,6 +24,7 @@ from slime.launcher.run_directory.kept_samples import DIRECTORY, KeptFile, kept_
 from slime.launcher.run_directory.state import FILE as STATE
 from slime.launcher.run_directory.state import RunStatus, read_state
 from slime.types.errors import InvalidSetting
+from slime.types.files import open_regular, read_regular
 
 METRICS = "metrics.jsonl"
 MARKS = (SETTINGS, METRICS, STATE)
@@ -112,11 +113,8 @@ class RunFiles:
             return self._evaluations[:]
 
     def _read_on(self) -> None:
-        # A pipe would wait for its writer.
-        if not (self.path / METRICS).is_file():
-            return
         try:
-            with (self.path / METRICS).open("rb") as file:
+            with open_regular(self.path / METRICS) as file:
                 status = os.fstat(file.fileno())
                 # A run that resumes writes another file in its place.
                 if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._read_to:
@@ -149,7 +147,7 @@ class RunFiles:
     @cached_property
     def _settings_text(self) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
-            with (self.path / SETTINGS).open("rb") as file:
+            with open_regular(self.path / SETTINGS) as file:
                 text = file.read(MOST_SETTINGS_BYTES).decode("utf-8", "replace")
         except OSError:
             return {}, {}
@@ -168,7 +166,7 @@ class RunFiles:
     @cached_property
     def asynchronous(self) -> bool:
         try:
-            lines = (self.path / COMMAND).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_regular(self.path / COMMAND).decode("utf-8", "replace").splitlines()
         except OSError:
             return False
         return bool(lines) and lines[-1].startswith("slime train-async")
