@@ -81,8 +81,9 @@ class GenerateSettings:
     )
     output: str = setting(
         REQUIRED,
-        "File of samples to write: Parquet if its name ends in .parquet, else one JSON object per line. Until all "
-        "prompts are answered, FILE.part holds the answers, and the same command goes on from there",
+        "File of samples to write: Parquet if its name ends in .parquet, one JSON object per line if it ends in "
+        ".jsonl or has no ending. Until all prompts are answered, FILE.part holds the answers, and the same command "
+        "goes on from there",
         metavar="FILE",
     )
     overwrite: bool = setting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +118,20 @@ def test_samples_are_written_as_parquet(tmp_path: Path) -> None:
     assert rows[0]["tokens"] == [1, 2, 0] and np.allclose(rows[0]["rollout_log_probs"], [-0.5])
     assert json.loads(rows[1]["reward"]) == {"a": 1.0} and json.loads(rows[1]["metadata"]) == {"k": 1}
     assert json.loads(rows[2]["prompt"])[0]["content"] == "x"
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.json", "out.jsonl.gz", "out.txt"])
+def test_an_ending_of_another_format_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match=f"--output must be a file that ends in .jsonl or .parquet, got .*{name}"):
+        check_output(tmp_path / name, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.JSONL", "out", "out.PARQUET"])
+def test_known_endings_in_capitals_and_names_without_one_are_accepted(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    check_output(path, overwrite=False)
+    write_samples(path, samples(0))
+    assert path.read_bytes().startswith(b"PAR1") == (name == "out.PARQUET")
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    check_output(pipe, overwrite=False)

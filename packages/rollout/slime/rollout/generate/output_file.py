@@ -21,6 +21,8 @@ from slime.types.errors import InvalidSetting, NotAvailable, SlimeError, counted
 from slime.types.files import whole_file
 
 PARQUET = ".parquet"
+# A name without an ending also gets JSON lines; readers of other formats would not understand them.
+ENDINGS = (".jsonl", PARQUET)
 FORMAT = "unfinished output of slime-rollout generate"
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -30,11 +32,13 @@ def check_output(path: Path, overwrite: bool) -> None:
 
     Raises NotAvailable for Parquet without pyarrow.
     """
+    if path.suffix.lower() not in ("", *ENDINGS) and (path.is_file() or not path.exists()):
+        raise InvalidSetting.must_be("--output", f"a file that ends in {' or '.join(ENDINGS)}", got=str(path))
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidSetting.must_be("--output", "a file in a directory that exists", got=str(path))
     if path.is_file() and path.stat().st_size and not overwrite:
         raise InvalidSetting.requires(f"--output {path}", "--overwrite", "the file exists and is not empty")
-    if path.suffix == PARQUET:
+    if path.suffix.lower() == PARQUET:
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
@@ -174,7 +178,7 @@ class ProgressLine:
 
 def write_samples(path: Path, samples: list[Sample]) -> None:
     """Writes samples, as Parquet where the name says so, else as one JSON object per line."""
-    if path.suffix == PARQUET:
+    if path.suffix.lower() == PARQUET:
         _write_parquet(path, samples)
         return
     whole = path.is_file() or not path.exists()
