@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -25,6 +26,8 @@ from slime.types.scratch import ScratchDirectory
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Time for a rollout call to end when the run is stopped: complete groups are kept, and a reward may run for ever.
+LAST_ROLLOUT_SECONDS = 2.0
 # A peer's death often shows first as a broken connection of another service.
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL")
 NOTICE_SECONDS = 60.0
@@ -332,9 +335,7 @@ class Supervisor:
 
     def last_lines(self, name: str, count: int = 15) -> str:
         path = self.log_dir / f"{name}.log"
-        if not path.exists():
-            return ""
-        lines = path.read_text(errors="replace").splitlines()[-count:]
+        lines = path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
         if not lines:
             return ""
         return "".join(f"\n    | {line}" for line in [f"last lines of {path}:", *lines])
@@ -343,7 +344,7 @@ class Supervisor:
         """Stops the services in reverse order of their start, those of one kind together, then their processes. Safe to
         call twice.
 
-        A quarter of the time is for running calls; whatever a service has started, such as engines, ends after them.
+        A quarter of the time, or less, is for running calls; what a service has started, like engines, ends after them.
         """
         import ray
 
@@ -355,14 +356,14 @@ class Supervisor:
             hanging = self.lost()
         self.end([process for process in self._processes if process.name in hanging])
         _close_probes(self._processes)
-        for _, alike in groupby(reversed(self._processes), key=lambda process: process.name.partition("-")[0]):
+        for kind, alike in groupby(reversed(self._processes), key=lambda process: process.name.partition("-")[0]):
             deadline = time.monotonic() + self._stop_seconds
             processes = list(alike)
             # A service that is still starting would not answer, and has nothing to stop.
-            stopping = [(p, p.actor.stop.remote(self._stop_seconds / 4)) for p in processes if p.answered]
-            for process in processes:
-                if not process.answered:
-                    ray.kill(process.actor)
+            grace = min(self._stop_seconds / 4, LAST_ROLLOUT_SECONDS if kind == "rollout" else math.inf)
+            stopping = [(p, p.actor.stop.remote(grace)) for p in processes if p.answered]
+            for process in (p for p in processes if not p.answered):
+                ray.kill(process.actor)
             for process, reference in stopping:
                 try:
                     ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))

@@ -11,6 +11,9 @@ from slime.rollout.calls.call import CALL
 
 T = TypeVar("T")
 
+# Time in which a loop answers, unless a plug-in occupies it.
+OCCUPIED_SECONDS = 2.0
+
 
 class LoopThread:
     def __init__(self, name: str = "slime-rollout-loop") -> None:
@@ -58,8 +61,20 @@ class LoopThread:
             return await coroutine
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
+    def is_occupied(self) -> bool:
+        """Returns whether a plug-in, such as a reward function with an endless loop, keeps everything else from
+        running."""
+        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop)
+        try:
+            answer.result(OCCUPIED_SECONDS)
+        except TimeoutError:
+            answer.cancel()
+            return True
+        return False
+
     def stop(self) -> None:
-        if not self._thread.is_alive():
+        """Cancels what runs, and ends the thread. One whose loop is occupied ends with the process."""
+        if not self._thread.is_alive() or self.is_occupied():
             return
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(10)
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -166,7 +166,10 @@ class WatchedEngines(ChangingMembers):
         """Stops watching, and stops the engines that this service started, all at the same time."""
         if self.restarts is not None:
             self.restarts.stop()
-        self.loop.run(self._close(), timeout=30)
+        if self.loop.is_occupied():
+            log.warning("a plug-in (reward, generate function, ...) does not return, and occupies the event loop")
+        else:
+            self.loop.run(self._close(), timeout=30)
         if self.restarts is not None:
             self.restarts.threads.shutdown(wait=False)
         stop_all([member.engine for member in self.members], grace_seconds)
