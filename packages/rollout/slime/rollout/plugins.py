@@ -90,5 +90,19 @@ async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     """Awaits an async function; runs any other in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    answer = await asyncio.to_thread(function, *args, **kwargs)
+    answer, error = await asyncio.to_thread(_outcome, function, *args, **kwargs)
+    if isinstance(error, StopIteration):
+        # No coroutine can raise it. It comes of `next(...)` without a default.
+        raise RuntimeError("it raised StopIteration").with_traceback(error.__traceback__) from error
+    if error is not None:
+        raise error
     return await answer if inspect.isawaitable(answer) else answer
+
+
+def _outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+    """Returns the answer or the error. A future of a thread would copy a TimeoutError without its place, and leave its
+    caller waiting for ever for a StopIteration."""
+    try:
+        return function(*args, **kwargs), None
+    except BaseException as error:
+        return None, error

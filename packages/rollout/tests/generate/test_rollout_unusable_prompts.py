@@ -65,4 +65,6 @@ def test_an_error_of_a_reward_is_one_line_with_its_place(
     (tmp_path / "mine.py").write_text("def reward(args, sample, **kwargs):\n    raise ValueError('boom')\n")
     code, _ = generate(["12>"], "--custom-rm-path", f"{tmp_path}/mine.py:reward")
     assert code == 1
-    assert capsys.readouterr().err.endswith("slime-rollout: ValueError: boom (mine.py, line 2, in reward)\n")
+    assert capsys.readouterr().err.endswith(
+        "mine.py:reward raised ValueError: boom (mine.py, line 2, in reward) for sample 0\n"
+    )

@@ -36,6 +36,9 @@ def load_plugin(path: str, *, flag: str, label: str = "", names: Sequence[str] =
     setting = label or flag
     function = find_function(path, flag=setting, names=names, usual=contract.names)
     function = getattr(function, contract.constructor or "", None) or function
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        problem = f"it has a `yield`, and so returns a generator and not {contract.returns}"
+        raise _error(path, setting, problem, "a function with `return`")
     if not contract.fits(function):
         problem = f"it takes {inspect.signature(function)}, but is called with {contract} to return {contract.returns}"
         raise _error(path, setting, problem, str(contract))

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
+import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime.rollout.plugins import maybe_await
 from slime.rollout.rewards.registry import reward_function
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting, counted
+from slime.types.errors import InvalidField, InvalidSetting, SlimeError, counted
 from slime.types.plugins import load_plugin
 
 if TYPE_CHECKING:
     from slime.rollout.settings.plugin_args import RolloutArgs
+
+log = logging.getLogger(__name__)
 
 # Name of the function for several samples in a file that also has a function for one sample.
 BATCHED = ("batched_custom_rm",)
@@ -39,7 +45,9 @@ async def score_sample(args: RolloutArgs, sample: Sample, *, evaluation: bool = 
     """Sets `sample.reward`. Raises InvalidField, naming sample and function, for a reward that is not a finite
     number."""
     function, name = choose(args, sample)
-    _set(args, sample, await maybe_await(function, args, sample), name, evaluation)
+    with _naming(name, f"sample {sample.index}"):
+        reward = await maybe_await(function, args, sample)
+    _set(args, sample, reward, name, evaluation, _place(function))
 
 
 async def score_group(args: RolloutArgs, samples: list[Sample], *, evaluation: bool = False) -> None:
@@ -47,13 +55,16 @@ async def score_group(args: RolloutArgs, samples: list[Sample], *, evaluation: b
     if not samples:
         return
     name = args.custom_rm_path or args.rm_type or "reward"
-    rewards = await batched_async_rm(args, samples)
+    with _naming(name, f"group {samples[0].group_index}"):
+        rewards = await batched_async_rm(args, samples)
+    place = _place(_reward_at(args.custom_rm_path, BATCHED)) if args.custom_rm_path else ""
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
-        got = counted(len(rewards), "reward") if isinstance(rewards, (list, tuple)) else repr(rewards)[:80]
+        got = counted(len(rewards), "reward") if isinstance(rewards, (list, tuple)) else _shown(rewards)[:80]
         expected = f"a list of {counted(len(samples), 'reward')}, one for each sample"
-        raise InvalidField("reward", got, expected, f"{name} returned {got}, expected {expected}")
+        message = f"{name} returned {got}, expected {expected} of group {samples[0].group_index}{place}"
+        raise InvalidField("reward", got, expected, message)
     for sample, reward in zip(samples, rewards, strict=True):
-        _set(args, sample, reward, name, evaluation)
+        _set(args, sample, reward, name, evaluation, place)
 
 
 def apply_overlong_rules(args: RolloutArgs, samples: Iterable[Sample], name: str, evaluation: bool) -> None:
@@ -68,9 +79,9 @@ def apply_overlong_rules(args: RolloutArgs, samples: Iterable[Sample], name: str
             _set(args, sample, sample.reward, name, evaluation)
 
 
-def _set(args: RolloutArgs, sample: Sample, reward: Any, name: str, evaluation: bool) -> None:
+def _set(args: RolloutArgs, sample: Sample, reward: Any, name: str, evaluation: bool, place: str = "") -> None:
     key = reward_key(args, evaluation)
-    sample.reward = check(reward, sample, name, key)
+    sample.reward = check(reward, sample, name, key, place)
     if not evaluation:
         _shorten(args, sample, key)
 
@@ -134,26 +145,75 @@ def choose(args: RolloutArgs, sample: Sample) -> tuple[Callable[..., Any], str]:
     return reward_function(str(rm_type).strip()), str(rm_type)
 
 
-def check(reward: Any, sample: Sample, name: str, key: str | None) -> Any:
+def check(reward: Any, sample: Sample, name: str, key: str | None, place: str = "") -> Any:
     """Returns the reward as a float, or the dict whose entry `key` is the reward. Raises InvalidField for others.
 
-    name: that of the reward function, for errors.
+    name, place: of the reward function, for errors.
     """
-    value, returned = reward, f"{name} returned {reward!r:.200} for sample {sample.index}"
+    value, returned = reward, f"{name} returned {_shown(reward):.200} for sample {sample.index}"
     if isinstance(reward, dict):
         if key is None:
             needed = "--reward-key NAME, the entry that is the reward"
-            raise InvalidField("reward", sorted(reward), needed, f"{returned}: a dict requires {needed}")
+            raise InvalidField("reward", sorted(reward), needed, f"{returned}: a dict requires {needed}{place}")
         if key not in reward:
             raise InvalidField(
-                "reward", sorted(reward), f"the key {key!r}", f"{returned}: no {key!r}, the --reward-key"
+                "reward", sorted(reward), f"the key {key!r}", f"{returned}: no {key!r}, the --reward-key{place}"
             )
         value = reward[key]
     elif key is not None:
-        raise InvalidField("reward", reward, "a dict", f"{returned}: --reward-key {key} requires a dict with that key")
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InvalidField("reward", value, "a finite number", f"{returned}, expected a finite number")
+        message = f"{returned}: --reward-key {key} requires a dict with that key{place}"
+        raise InvalidField("reward", _shown(reward), "a dict", message)
+    if not _is_finite(value):
+        raise InvalidField("reward", _shown(value), "a finite number", f"{returned}, expected a finite number{place}")
     return reward if isinstance(reward, dict) else float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+@contextmanager
+def _naming(name: str, scored: str) -> Iterator[None]:
+    """Turns what a reward function raises into InvalidField that names the function and the line in the user's code.
+
+    Errors of slime's own, such as that of a reward model that cannot be reached, stay as they are. scored: the sample
+    or group that was scored.
+    """
+    try:
+        yield
+    except SlimeError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise
+        # Imports gRPC, which the checks of flags do without.
+        from slime.types.rpc.status import place_in_plugin
+
+        log.exception("%s failed", name)
+        # Python turns a StopIteration of a coroutine into this error, without its place.
+        stopped = isinstance(error.__cause__, StopIteration)
+        place = place_in_plugin(error.__cause__ if stopped and error.__cause__ is not None else error)
+        raised = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise InvalidField("reward", raised, "a reward", f"{name} raised {raised}{place} for {scored}") from error
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Returns ` (FILE, line N)`, where a function is defined; nothing for those of slime."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or getattr(function, "__module__", "").startswith("slime."):
+        return ""
+    return f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # of the user's class
+        return f"a {type(value).__name__}, whose repr raised {type(error).__name__}"
 
 
 @functools.cache

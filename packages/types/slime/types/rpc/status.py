@@ -251,7 +251,7 @@ def forget_frames(error: BaseException) -> None:
             over += [each.__cause__, each.__context__]
 
 
-def place_in_plugin(error: Exception) -> str:
+def place_in_plugin(error: BaseException) -> str:
     """Returns ` (FILE, line N, in FUNCTION)` of the innermost frame outside of slime and of libraries, if any."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
