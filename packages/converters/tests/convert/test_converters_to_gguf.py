@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from slime.converters.cli import main
 from slime.converters.convert import gguf_to_hf
-from slime.converters.convert.hf_to_gguf import convert
+from slime.converters.convert.hf_to_gguf import _by_bytes, convert
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -124,6 +124,33 @@ def test_a_tokenizer_without_merges_and_a_config_without_defaults_are_written(tm
     change(source / "config.json", hidden_size=None)
     with pytest.raises(InvalidFile, match="config.json has no hidden_size"):
         convert(source, tmp_path / "m.gguf")
+
+
+def write_character_tokenizer(directory: Path, characters: str) -> None:
+    """Writes the kind that models of `slime init` and of the quickstart had before theirs became byte-level BPEs."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.add_special_tokens([AddedToken(token, special=True) for token in ("<pad>", "<eos>")])
+    core.decoder = decoders.Fuse()
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>").save_pretrained(directory)
+
+
+def test_a_tokenizer_of_characters_is_written_as_the_same_one_by_bytes(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3")
+    write_character_tokenizer(source, "0123456789+= x")
+    old = AutoTokenizer.from_pretrained(source)
+    target = convert(source, tmp_path / "m.gguf")
+    tokens = gguf.GGUFReader(target).get_field("tokenizer.ggml.tokens").contents()
+    assert tokens[:16] == ["<pad>", "<eos>", *"0123456789+=", "\u0120", "x"]
+    by_bytes = _by_bytes(json.loads((source / "tokenizer.json").read_text()))
+    by_bytes["model"] |= {"unk_token": "<pad>"}
+    new = Tokenizer.from_str(json.dumps(by_bytes | {"decoder": None}))
+    for text in ("12+ 3=15", "x = 0<eos>"):
+        assert new.encode(text).ids == old.encode(text)
+    write_character_tokenizer(source, "01\u00e4")
+    with pytest.raises(NotAvailable, match=r"\(WordLevel\) is not a byte-level BPE.*use llama.cpp's convert"):
+        convert(source, target)
 
 
 def change(path: Path, **keys: object) -> None:

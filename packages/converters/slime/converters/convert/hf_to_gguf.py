@@ -38,6 +38,7 @@ RMS_NORM_EPS = 1e-6
 HEAD_DIM = {"qwen3": 128}
 # Two NUL bytes as byte-level BPE spells them.
 NO_MERGE = "\u0100 \u0100"
+LAST_OF_ASCII = "\x7f"
 # llama.cpp knows pre-tokenizers by name: parts of the regular expression in tokenizer.json identify them.
 PRE_TOKENIZERS = (("\\p{N}{1,3}", "llama-bpe"), ("]?\\p{L}+|\\p{N}| ?", "qwen2"))
 
@@ -130,9 +131,14 @@ def _tokenizer(source: Path) -> dict[str, Any]:
         tokenizer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{path}: {error}", value=str(path), expected="the tokenizer of a model") from None
+    tokenizer = _by_bytes(tokenizer)
     pre = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)
-    if tokenizer.get("model", {}).get("type") != "BPE" or '"ByteLevel"' not in pre:
-        raise NotAvailable.unavailable("GGUF of this model", "its tokenizer is not a byte-level BPE")
+    kind = tokenizer.get("model", {}).get("type")
+    if kind != "BPE" or '"ByteLevel"' not in pre:
+        raise NotAvailable.unavailable(
+            "GGUF of this model", f"its tokenizer ({kind}) is not a byte-level BPE, which llama.cpp needs here",
+            "llama.cpp's convert_hf_to_gguf.py, which knows others",
+        )  # fmt: skip
     patterns = re.findall(r'"Regex": "((?:[^"\\]|\\.)*)"', pre)
     text = json.loads(f'"{"".join(patterns)}"')
     known = next((name for part, name in PRE_TOKENIZERS if part in text), None)
@@ -141,6 +147,27 @@ def _tokenizer(source: Path) -> dict[str, Any]:
     if known is None:
         raise NotAvailable.unavailable("GGUF of this model", f"llama.cpp has no name for its pre-tokenizer: {text}")
     return tokenizer | {"pre_name": known}
+
+
+def _by_bytes(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Turns a tokenizer with one token for each ASCII character, as small models of slime had, into the byte-level BPE
+    without merges that gives the same tokens. Returns others as they are."""
+    model, pre = tokenizer.get("model") or {}, tokenizer.get("pre_tokenizer") or {}
+    by_character = pre.get("type") == "Split" and pre.get("pattern") == {"Regex": "."} and not pre.get("invert")
+    if model.get("type") != "WordLevel" or not by_character or pre.get("behavior") != "Isolated":
+        return tokenizer
+    added = {token["content"] for token in tokenizer.get("added_tokens", ())}
+    if any(token not in added and (len(token) != 1 or token >= LAST_OF_ASCII) for token in model["vocab"]):
+        return tokenizer
+    # Byte-level BPE spells white space and control characters by letters beyond those of one byte.
+    vocabulary = {
+        token if token in added or token > " " else chr(256 + ord(token)): number
+        for token, number in model["vocab"].items()
+    }
+    return tokenizer | {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False, "trim_offsets": True},
+    }
 
 
 def _add_tokenizer(writer: Any, source: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
