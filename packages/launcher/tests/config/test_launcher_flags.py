@@ -267,6 +267,25 @@ def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:
             run_config.parse([*base, *words, *(["--dry-run"] if "dry" in words[0] else [])])
 
 
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        ("--rollout-batch-size 1000000000000", "100,000,000 samples per iteration"),
+        ("--n-samples-per-prompt 100000000", "100,000,000 samples per iteration"),
+        ("--over-sampling-batch-size 1000000000", "100,000,000 samples per iteration"),
+        ("--async-buffer-size 1000000000", "1,000,000,000 samples generated ahead"),
+        ("--rollout-max-response-len 1000000000000", "1,000,000,000 tokens"),
+        ("--eval-max-context-len 1000000000000", "1,000,000,000 tokens"),
+        ("--n-samples-per-eval-prompt 1000000000000", "1,000,000 samples per prompt of an evaluation"),
+        ("--num-rollout 1000000000000000", "1,000,000,000,000 iterations"),
+    ],
+)
+def test_numbers_that_no_run_reaches_are_refused(base: list[str], words: str, limit: str) -> None:
+    flag, value = words.split()
+    with pytest.raises(InvalidSetting, match=f"{flag} must be small enough for at most {limit}, got {value}"):
+        run_config.parse([*base, flag, value])
+
+
 def test_when_the_loop_saves_and_evaluates(base: list[str], files: dict[str, Path], tmp_path: Path) -> None:
     evaluation = ["--eval-prompt-data", "sums", str(files["prompts"])]
     config = run_config.parse(

@@ -44,6 +44,17 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 # A larger number is a typing error, and planning rank by rank would take forever.
 MOST_GPUS = 1_000_000
+# So is one of these: no run has a hundredth of them. The numbers of each entry are multiplied.
+MOST: tuple[tuple[tuple[str, ...], int, str], ...] = (
+    (("rollout_batch_size", "n_samples_per_prompt"), 10**8, "samples per iteration"),
+    (("over_sampling_batch_size", "n_samples_per_prompt"), 10**8, "samples per iteration"),
+    (("async_buffer_size", "rollout_batch_size", "n_samples_per_prompt"), 10**9, "samples generated ahead"),
+    (("n_samples_per_eval_prompt",), 10**6, "samples per prompt of an evaluation"),
+    *(((f"{kind}_max_{part}_len",), 10**9, "tokens")
+      for kind in ("rollout", "eval") for part in ("prompt", "response", "context")),
+    (("num_rollout",), 10**12, "iterations"),
+    (("num_epoch",), 10**9, "passes over the prompts"),
+)  # fmt: skip
 
 
 def check_run(args: Mapping[str, Any]) -> None:
@@ -213,6 +224,11 @@ def _check_size(args: Mapping[str, Any]) -> None:
             raise InvalidSetting.must_be(
                 flag_name(name), f"small enough for at most {MOST_GPUS:,} GPUs in all", got=value
             )
+    for names, most, what in MOST:
+        numbers = {name: args.get(name) or 1 for name in names}
+        if math.prod(numbers.values()) > most:
+            name, value = max(numbers.items(), key=lambda item: item[1])
+            raise InvalidSetting.must_be(flag_name(name), f"small enough for at most {most:,} {what}", got=value)
 
 
 def _check_template(flag: str, path: str | None) -> None:
