@@ -264,7 +264,7 @@ def test_the_score_of_one_prompt_has_no_error() -> None:
 
 def test_the_model_of_a_run_is_the_trained_one_or_that_of_a_checkpoint(make_run: MakeRun) -> None:
     run = make_run()
-    with pytest.raises(MissingFile, match="has neither a trained model nor a checkpoint"):
+    with pytest.raises(MissingFile, match="nor a checkpoint: it ended before iteration 20, the first to be saved"):
         model_of(run)
     run = make_run("--rollout-seed", "1", checkpoints=(19, 39))
     assert model_of(run)[0].name == "step_000039" and model_of(run, 19)[0].name == "step_000019"

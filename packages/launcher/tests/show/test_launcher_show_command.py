@@ -41,6 +41,18 @@ def test_runs_lists_state_progress_reward_and_scores(tmp_path: Path, capsys: pyt
     assert found["one"]["reward"] == pytest.approx(0.04) and found["one"]["model"] == "tiny"
 
 
+def test_a_run_that_started_after_now_has_no_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    with recorded(run, "train"):
+        pass
+    state = json.loads((run / "state.json").read_text())
+    (run / "state.json").write_text(json.dumps(state | {"started": state["started"] + 86400}))
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["age_seconds"] is None
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["-", "tiny"]
+
+
 def test_compare_shows_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", 3, settings="num_rollout: 3\nseed: 5\n")
     assert main(["compare", str(one), str(two)]) == 0

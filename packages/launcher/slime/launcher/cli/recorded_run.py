@@ -37,6 +37,12 @@ class RecordedRun:
     def checkpoints(self) -> Path:
         return self.started_in / self.settings["save"] if self.settings.get("save") else self.path / "checkpoints"
 
+    @property
+    def why_unsaved(self) -> str:
+        """Says why a run that has not finished has no checkpoint."""
+        every = self.settings.get("save_interval")
+        return f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
+
     def began_with(self) -> str | None:
         """Returns the model that the run started from: an absolute path, or a name on the Hub."""
         text = self.settings.get("hf_checkpoint")
@@ -64,8 +70,7 @@ class RecordedRun:
             return self.path / MODEL
         if not steps(self.checkpoints):
             raise MissingFile(
-                f"RUN {self.path} has neither a trained model nor a checkpoint: it did not finish, and had no "
-                "--save-interval",
+                f"RUN {self.path} has neither a trained model nor a checkpoint: {self.why_unsaved}",
                 field="RUN", value=str(self.path),
             )  # fmt: skip
         return Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))

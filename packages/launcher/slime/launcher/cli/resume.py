@@ -69,10 +69,8 @@ def resumed(run: RecordedRun, flags: Sequence[str]) -> list[str]:
             "--num-rollout", f"more than the {trained} iterations that RUN {run.path} has", got=wanted
         )
     if not steps(run.checkpoints):
-        every = run.settings.get("save_interval")
-        why = f"it ended before iteration {every}, the first to be saved" if every else "it had no --save-interval"
         raise InvalidSetting(
-            f"RUN {run.path} has no checkpoint to continue from: {why}; to start it over: slime train "
+            f"RUN {run.path} has no checkpoint to continue from: {run.why_unsaved}; to start it over: slime train "
             f"{shlex.quote(str(run.path / SETTINGS))} --output-dir ANOTHER",
             field="RUN", value=str(run.path), expected="a run with a checkpoint",
         )  # fmt: skip

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -135,7 +136,7 @@ def prune(directory: Path, *, keep: int | None, retain_interval: int | None, nee
 
     Both None: keeps all. keep None: keeps the newest and those of the interval. needed: path of a checkpoint that is
     kept in any case. A checkpoint with files that slime did not write is kept, with a warning; one that another process
-    reads (`held`) is kept until the next call.
+    reads (`held`) is kept for a later call.
     """
     if keep is None and retain_interval is None:
         return []
@@ -150,7 +151,7 @@ def prune(directory: Path, *, keep: int | None, retain_interval: int | None, nee
             # Opened for writing, without which network file systems give no exclusive lock.
             with open(path / STATE_FILE, "r+b") as state:
                 if try_lock(state.fileno()) is False:
-                    log.warning("%s is kept until the next checkpoint: another process reads it", path)
+                    _say_held(path)
                     continue
                 remove_directory(path, field="--save-keep")
         except (InvalidSetting, OSError) as error:
@@ -158,6 +159,12 @@ def prune(directory: Path, *, keep: int | None, retain_interval: int | None, nee
         else:
             deleted.append(path)
     return deleted
+
+
+@functools.cache
+def _say_held(path: Path) -> None:
+    """Says it once; each further checkpoint would say it again."""
+    log.warning("%s is kept as long as another process reads it", path)
 
 
 @contextmanager

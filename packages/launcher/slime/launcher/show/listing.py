@@ -26,12 +26,14 @@ def described(run: RunFiles) -> dict[str, Any]:
     """Describes one run as `slime runs --json` prints it."""
     state, steps = run.state, run.steps()
     started = run.started()
+    # The clock may have been set back since, or be that of another machine.
+    seconds = None if started is None or (since := time.time() - started) < 0 else since
     return {
         "run": str(run.path), "name": run.name, "state": state.state, "phase": state.phase, "error": state.error,
         "model": run.model, "steps": steps[-1]["step"] + 1 if steps else 0,
         "num_steps": state.num_steps or run.settings.get("num_rollout"), "reward": run.reward(),
         "scores": {name: {"first": points[0][1], "last": points[-1][1]} for name, points in run.scores().items()},
-        "started": started, "age_seconds": None if started is None else time.time() - started,
+        "started": started, "age_seconds": seconds,
     }  # fmt: skip
 
 
