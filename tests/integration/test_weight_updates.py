@@ -76,7 +76,15 @@ def weight_updates(engine: EngineProcess, model: str, **values: Any) -> tuple[We
     ranks = Ranks(0, 1, "", 1)
     backend = build_backend(settings, ranks, torch.device("cpu"))
     rollout = OneEngine(
-        Engine(engine.name, engine.url, engine.kind, True, 0, weight_transports=KINDS[engine.kind].weight_transports)
+        Engine(
+            engine.name,
+            engine.url,
+            engine.kind,
+            True,
+            0,
+            weight_transports=KINDS[engine.kind].weight_transports,
+            delta_carriers=KINDS[engine.kind].delta_carriers,
+        )
     )
     return WeightSender(settings, ranks, backend, rollout, Path(model)), backend, rollout
 
@@ -102,6 +110,29 @@ def test_the_engine_holds_what_was_sent(
     assert version(engine) == "7"
     # Nothing is left of what was written for the comparison.
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_an_engine_holds_lora_merged_into_the_base_model(
+    engine: EngineProcess, model: str, bf16: bool, mode: str
+) -> None:
+    values: dict[str, Any] = {"update_weight_mode": mode, "bf16": bf16}
+    updates, backend, _ = weight_updates(engine, model, lora_rank=2, lora_alpha=4.0, **values)
+    name = "model.layers.1.mlp.up_proj"
+    layer, master = backend.policy.get_submodule(name), backend._master
+    base = layer.weight.detach().clone()
+    for number in (1, 2):
+        with torch.no_grad():
+            layer.lora_B.weight.fill_(number)
+        updates.push(number)
+        sent = dict(backend.named_weights(dtype=base.dtype))[f"{name}.weight"]
+        # Each version is made of the frozen weights, and the engine, which compares, holds it.
+        expected = base.float() + 2 * number * layer.lora_A.weight.float().sum(0)
+        torch.testing.assert_close(sent.float(), expected, rtol=1e-2 if bf16 else 1e-5, atol=1e-5)
+        assert torch.equal(layer.weight, base) and base.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    assert version(engine) == "2" and (master is not None) == bf16
+    updates.close()
 
 
 def test_a_tensor_that_differs_is_named(engine: EngineProcess, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

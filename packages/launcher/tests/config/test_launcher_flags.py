@@ -255,10 +255,15 @@ def test_words_of_other_tools_name_the_flag_that_says_the_same_here(base: list[s
     assert named and named <= {spelling for flag in declared().values() for spelling in flag_names(flag.field)}
 
 
-def test_lora_is_named_as_missing(base: list[str]) -> None:
-    for words in (["--use-lora"], ["--lora-rank", "8"]):
-        with pytest.raises(NotAvailable, match="LoRA is not implemented"):
-            run_config.parse([*base, *words])
+def test_lora_is_turned_on_by_its_rank_and_has_no_dropout(base: list[str]) -> None:
+    config = run_config.parse([*base, "--lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj"])
+    assert (config.trainer.lora_rank, config.trainer.lora_target_modules) == (8, ["q_proj", "v_proj"])
+    with pytest.raises(UnknownFlag, match="use --lora-rank R"):
+        run_config.parse([*base, "--use-lora"])
+    with pytest.raises(NotAvailable, match="--lora-dropout .*: log-probs are computed in two passes"):
+        run_config.parse([*base, "--lora-rank", "8", "--lora-dropout", "0.1"])
+    with pytest.raises(InvalidSetting, match="--lora-rank 8 requires --train-backend fsdp"):
+        run_config.parse([*base, "--lora-rank", "8", "--train-backend", "megatron"])
 
 
 def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:

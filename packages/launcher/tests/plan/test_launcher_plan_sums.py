@@ -172,6 +172,25 @@ def test_stages_and_experts_of_a_real_model_add_up() -> None:
     assert len({stage.experts for stage in held}) == 1
 
 
+def test_the_sums_of_an_fsdp_rank_with_lora() -> None:
+    shape, million = Shape.of(CONFIG), Held(1_000_000, 0)
+
+    def items(sizes: Sizes, gpu_bytes: float | None = None, **values: object) -> dict[str, float]:
+        settings = TrainerSettings(hf_checkpoint="m", lora_rank=8, use_kl_loss=True, **values)
+        memory = trainer_memory(settings, shape, million, sizes, 10, gpu_bytes=gpu_bytes, adapters=1000)
+        return {item.name: item.num_bytes for item in memory.items}
+
+    found = items(Sizes(data=4), 1e8, bf16=True)
+    # The reference is the policy without its adapters.
+    assert "gradients" not in found and "reference model" not in found
+    assert (found["weights"], found["adapters"], found["optimizer"]) == (2e6, 6000, 3000)
+    assert items(Sizes(data=4), 1e8, bf16=True, ref_load="other")["reference model"] == 2e6
+    found = items(Sizes(data=4))
+    assert (found["weights"], found["adapters"], found["optimizer"]) == (1e6, 2000, 2000)
+    settings = TrainerSettings(hf_checkpoint="m", lora_rank=8)
+    assert checkpoint_bytes(settings, 1_000_000, 1000)[0] == 12_000
+
+
 def test_the_cache_and_the_checkpoint() -> None:
     config = model_config("qwen3-4B")
     assert kv_bytes(config) == 2 * 36 * 8 * 128 * 2 and kv_bytes(config, 4) == kv_bytes(config) / 4

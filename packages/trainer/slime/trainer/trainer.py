@@ -255,15 +255,18 @@ class Trainer:
             self.ranks.together(lambda: self.buffer.commit_steps(step) if self.ranks.rank == 0 else None)
 
     def export_model(self, path: str) -> str:
-        """Writes a Hugging Face directory in the data type of the one that training began with."""
+        """Writes a Hugging Face directory in the data type of the one that training began with, a LoRA adapter merged
+        into it and also written below it."""
         self._commit(wait=True)
         dtype = checkpoint.config_dtype(Path(self.settings.hf_checkpoint))
         weights, sizes = self.backend.named_weights(), self.backend.weight_sizes()
-        untrained = self.backend.untrained_weights()
+        untrained, adapter = self.backend.untrained_weights(), self.backend.adapter()
+
+        def write() -> None:
+            checkpoint.write_model(Path(path), weights, sizes, dtype, self._source, untrained, adapter)
+
         with self._memory.held(*self.backend.parts_of_weights()):
-            self.ranks.on_first(
-                lambda: checkpoint.write_model(Path(path), weights, sizes, dtype, self._source, untrained), weights
-            )
+            self.ranks.on_first(write, weights, *([] if adapter is None else [adapter.weights]))
         return path
 
 

@@ -83,6 +83,29 @@ def test_experts_are_saved_as_the_files_of_the_model_have_them(family: str, tmp_
         assert torch.equal(resumed.weights()[name], weight), name
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_with_lora_is_the_adapter_and_its_moments(model: str, tmp_path: Path, bf16: bool):
+    settings = make_settings(model, lora_rank=4, bf16=bf16, lr_warmup_iters=3, num_steps_per_rollout=2)
+    straight = Runner(settings)
+    straight.run(0)
+    path = tmp_path / "step_0"
+    save(straight, path, 0)
+    assert sorted(os.listdir(path)) == [
+        "adapter_config.json", "adapter_model.safetensors", "config.json", "generation_config.json", "optimizer",
+        "slime-files.json", "tokenizer_config.json", "trainer.json",
+    ]  # fmt: skip
+    state = checkpoint.read_state(str(path))
+    resumed = Runner(settings, weights=str(path))
+    checkpoint.HuggingFaceCheckpoints(resumed.backend, alone(), Path(model)).load(str(path), state)
+    for step in (1, 2):
+        a, b = straight.run(step), resumed.run(step)
+        assert {k: v for k, v in a.items() if k.startswith("train/")} == {
+            k: v for k, v in b.items() if k.startswith("train/")
+        }
+    for name, weight in straight.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
 def test_a_tensor_without_a_form_of_its_own_in_the_files_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
     from transformers import core_model_loading
 

@@ -49,7 +49,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: str, reference_mo
 def test_two_ranks_equal_one(two_ranks: Path, model: str, reference_model: str, case: str):
     # Ranks have other rows, whose gradients are rounded to bfloat16 before they are added up.
     coarse = case.startswith("bf16")
-    runner = Runner(make_settings(model, ref_load=reference_model, **CASES[case]))
+    runner = Runner(make_settings(model, **({"ref_load": reference_model} | CASES[case])))
     expected = drive(case, runner)
     metrics = json.loads((two_ranks / f"{case}.json").read_text())
     assert metrics.keys() == expected.keys()
@@ -75,7 +75,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(two_ranks: P
     assert (metrics["train/nonfinite_updates"], metrics["train/step"]) == (1, 1)
 
 
-@pytest.mark.parametrize("case", ["grpo", "bf16"])
+@pytest.mark.parametrize("case", ["grpo", "bf16", "lora", "bf16-lora"])
 def test_one_rank_resumes_what_two_saved(two_ranks: Path, model: str, case: str):
     straight = Runner(make_settings(model, **CASES[case]))
     straight.run(0)
@@ -84,7 +84,7 @@ def test_one_rank_resumes_what_two_saved(two_ranks: Path, model: str, case: str)
     assert checkpoint.read_state(path).updates == 2
     resumed.backend.load_optimizer_state(checkpoint.read_optimizer(path), 2)
     expected, got = straight.run(1), resumed.run(1)
-    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3 if case == "grpo" else 3e-2)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=3e-2 if "bf16" in case else 1e-3)
     assert got["train/step"] == 4
     for name, weight in straight.weights().items():
         assert ((resumed.weights()[name] - weight).abs() > 1e-3).float().mean() < 0.02, name

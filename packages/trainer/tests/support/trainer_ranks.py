@@ -39,6 +39,14 @@ CASES = {
     "bf16-parts": {"bf16": True, "lr": 1e-4, "num_steps_per_rollout": 2, "fsdp_sharding": "parameters"},
     "ppo": {"advantage_estimator": "ppo", "lambd": 0.9, "num_steps_per_rollout": 2, "critic_lr": 2e-2},
     "bf16-ppo": {"advantage_estimator": "ppo", "bf16": True, "lr": 1e-4, "critic_lr": 1e-3},
+    "lora": {"lora_rank": 4, "num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "bf16-lora": {"bf16": True, "lr": 1e-4, "lora_rank": 4, "num_steps_per_rollout": 2},
+    # The reference model is the policy without adapters there.
+    "bf16-lora-parts": {
+        "bf16": True, "lr": 1e-4, "lora_rank": 4, "fsdp_sharding": "parameters", "use_kl_loss": True,
+        "num_steps_per_rollout": 2, "kl_loss_coef": 0.1, "ref_load": None,
+    },
+    "bf16-lora-idle": {"bf16": True, "lr": 1e-4, "lora_rank": 4, "max_tokens_per_gpu": 1000},
     "moving": {"use_kl_loss": True, "kl_loss_coef": 0.1, "keep_old_actor": True, "reset_optimizer_states": True},
 }  # fmt: skip
 
@@ -81,13 +89,13 @@ def run(ranks: Ranks, directory: Path, model: str, reference: str) -> None:
     # Layers and log-probs as they are, in the place of compiled ones, which take minutes.
     torch.compile = lambda function: function
     for name, values in CASES.items():
-        runner = Runner(make_settings(model, ref_load=reference, **values), ranks)
+        runner = Runner(make_settings(model, **({"ref_load": reference} | values)), ranks)
         metrics = drive(name, runner)
         weights = runner.weights()
         if ranks.rank == 0:
             (directory / f"{name}.json").write_text(json.dumps(metrics))
             save_file(weights, directory / f"{name}.safetensors")
-        if name in ("grpo", "bf16"):
+        if name in ("grpo", "bf16", "lora", "bf16-lora"):
             state = checkpoint.TrainerState(step=0, updates=runner.backend.updates, weight_version=1)
             checkpoint.save_checkpoint(directory / f"checkpoint-{name}", runner.backend, ranks, state, Path(model))
 

@@ -24,6 +24,7 @@ PLANNED: dict[str, str] = {
     "no family of models here has sparse attention": "allgather-cp freeze-indexer",
     "the gated delta rule has one implementation here, in PyTorch": "qwen-gdn-backend",
     "samples are packed into rows (thd)": "qkv-format",
+    "log-probs are computed in two passes, which would drop different numbers; LoRA is trained without": "lora-dropout",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "the trainer has one attention, for packed rows": "attn-implementation",
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
@@ -76,10 +77,13 @@ ELSEWHERE: dict[str, str] = {
     "reward-funcs": "--custom-rm-path FILE.py:FUNCTION",
     "algorithm": "--advantage-estimator NAME",
     "resume": "--load DIR",
+    "use-lora": "--lora-rank R",
+    "use-peft": "--lora-rank R",
+    "lora-r": "--lora-rank R",
+    "target-modules": "--lora-target-modules NAME ...",
     "standby": "--buffer-store URL and start the run again; only `slime-buffer serve` has a standby",
     "resume-from-checkpoint": "--load DIR",
 }
-LORA = "LoRA is not implemented: every weight is trained"
 
 
 def why_not(name: str) -> str | None:
@@ -91,8 +95,6 @@ def why_not(name: str) -> str | None:
         return KNOWN[name]
     if name.startswith("router-"):
         return ROUTER
-    if name == "use-lora" or name.startswith("lora-"):
-        return LORA
     return why_refused(f"--{name}")
 
 

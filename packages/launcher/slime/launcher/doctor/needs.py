@@ -30,14 +30,15 @@ def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
     if config is None or config.launcher.save_interval is None:
         return None
     from slime.converters.megatron.args import read_model_config
-    from slime.launcher.plan.parameter_counts import of_directory
+    from slime.launcher.plan.parameter_counts import of_adapters, of_directory
 
     trainer, settings = config.trainer, config.launcher
     try:
         parameters = of_directory(trainer.hf_checkpoint, read_model_config(trainer.hf_checkpoint, trainer.model_name))
+        adapters = of_adapters(trainer.hf_checkpoint, trainer) if trainer.lora_rank else None
     except ConfigError:
         return None
-    size, words = checkpoint_bytes(trainer, parameters)
+    size, words = checkpoint_bytes(trainer, parameters, adapters)
     # With --num-epoch the number of iterations is known only when the data has been counted.
     written = sum(config.saves_after(iteration) for iteration in range(settings.num_rollout or 1))
     # A checkpoint is deleted only after a newer one is complete, so both exist for a while.

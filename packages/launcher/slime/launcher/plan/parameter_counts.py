@@ -13,6 +13,7 @@ from slime.converters.families import find_family
 from slime.converters.families.mapping import Parameter
 from slime.converters.megatron.args import padded_vocab_size
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages
+from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, NotAvailable
 from slime.types.models.vision import vision_of
 
@@ -32,6 +33,22 @@ def whole_model(config: Config, *, mtp: bool = False) -> int:
 
 def by_transformers(directory: str | Path) -> int:
     """Counts the parameters of any model that transformers can build, without allocating them. Raises InvalidFile."""
+    return sum(parameter.numel() for parameter in _unallocated(directory).parameters())
+
+
+def of_adapters(directory: str | Path, settings: TrainerSettings) -> int:
+    """Counts the parameters that train with --lora-rank.
+
+    Raises InvalidFile, InvalidSetting or NotAvailable for --lora-target-modules that the model does not have.
+    """
+    from slime.trainer.backends.fsdp.lora import target_layers
+
+    layers = target_layers(_unallocated(directory), settings.lora_target_modules).values()
+    return settings.lora_rank * sum(layer.in_features + layer.out_features for layer in layers)
+
+
+def _unallocated(directory: str | Path) -> Any:
+    """Builds a model on the meta device. Raises InvalidFile."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -39,14 +56,13 @@ def by_transformers(directory: str | Path) -> int:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):
             kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
-            model = kind.from_config(config)
+            return kind.from_config(config)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise InvalidFile(
             f"{directory}: transformers makes no model of its config.json: {error}",
             field="config.json",
             value=str(directory),
         ) from None
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def of_directory(directory: str | Path, config: Config) -> int:

@@ -177,7 +177,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     if engine is not None:
         yield f"Memory of an engine ({plan.engine_name})"
         yield from (f"  {line}" for line in engine.lines)
-    disk, formula = checkpoint_bytes(plan.config.trainer, plan.parameters)
+    disk, formula = checkpoint_bytes(plan.config.trainer, plan.parameters, plan.adapters)
     yield f"A checkpoint takes {byte_size(disk)} of disk ({formula})"
     total, words = plan.host_memory()
     host = plan.hardware.host_bytes

@@ -17,7 +17,7 @@ from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, plan_placement
 from slime.launcher.plan.batches import Batches, batches, longest_sample, pass_tokens
 from slime.launcher.plan.engine_memory import EngineMemory, engine_memory
-from slime.launcher.plan.parameter_counts import Held, of_directory, of_stages
+from slime.launcher.plan.parameter_counts import Held, of_adapters, of_directory, of_stages
 from slime.launcher.plan.trainer_memory import CONTEXT_BYTES, GIB, RankMemory, Shape, trainer_memory
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import choose_engine
@@ -88,6 +88,7 @@ class Plan:
         self.args: dict[str, Any] | None = None
         self.sizes = Sizes(data=ranks)
         self.held = [Held(self.parameters, 0)]
+        self.adapters = of_adapters(trainer.hf_checkpoint, trainer) if trainer.lora_rank else None
         if trainer.train_backend == "megatron":
             self.args = model_args(whole, given(config.megatron))
             if not trainer.enable_mtp_training:
@@ -171,7 +172,7 @@ class Plan:
             return [
                 trainer_memory(
                     trainer, self.shape, self.held[0], self.sizes, self.tokens, on_gpu=on_gpu,
-                    gpu_bytes=self.hardware.gpu_bytes,
+                    gpu_bytes=self.hardware.gpu_bytes, adapters=self.adapters,
                 )
             ]  # fmt: skip
         layers = layers_of_stages(self.args, self.sizes)

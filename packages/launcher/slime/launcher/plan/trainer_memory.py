@@ -123,11 +123,12 @@ def trainer_memory(
     layers: int | None = None,
     on_gpu: bool = True,
     gpu_bytes: float | None = None,
+    adapters: int | None = None,
 ) -> RankMemory:
     """Estimates the memory of one rank.
 
     tokens: of one forward pass of a replica. args: Megatron's arguments; None for FSDP. layers: number of decoder
-    layers of the stage.
+    layers of the stage. adapters: parameters that train with LoRA; None where all do.
     """
     layers = shape.layers if layers is None else layers
     if args is not None:
@@ -136,14 +137,16 @@ def trainer_memory(
         # On a GPU of unknown size, assume that the ranks shard everything.
         size = gpu_bytes or 0.0 if on_gpu else None
         compared = compared_models(settings)
-        whole = keeps_weights_whole(settings, held.total, sizes.data, size, compared=compared)
+        whole = keeps_weights_whole(settings, held.total, sizes.data, size, compared=compared, trained=adapters)
         items = _fsdp(settings, shape, held, sizes, whole=whole)
+        if adapters is not None:
+            items = [*_lora(settings, held, sizes, adapters, whole=whole), *items[3:]]
     items += _activations(settings, shape, sizes, tokens, args, stage, layers)
     if args is None or stage == sizes.pipeline - 1:
         items.append(_logits(settings, shape, sizes, tokens, in_place=args is None and _compiles(settings)))
     if settings.keep_old_actor:
         width = 2 if args is not None and settings.bf16 else 4
-        share = held.total / (sizes.data if args is None else 1)
+        share = (held.total if adapters is None else adapters) / (sizes.data if args is None else 1)
         items.append(Item("older weights", width * share, f"{width} x {share:,.0f} for each version kept", host=True))
     if on_gpu:
         items.append(Item("CUDA context, NCCL", CONTEXT_BYTES, "1 GiB a process"))
@@ -153,6 +156,7 @@ def trainer_memory(
 def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, whole: bool) -> list[Item]:
     """Estimates a rank of the fsdp backend. whole: each rank has all weights and gradients, in bfloat16 and float32."""
     ranks, total = sizes.data, held.total
+    references = settings.needs_reference and not settings.reference_is_base
     share, text = total / ranks, f"{total:,} / {ranks}" if ranks > 1 else f"{total:,}"
     if whole:
         everywhere = ", whole on each rank" if ranks > 1 else ""
@@ -161,7 +165,7 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, 
             Item("gradients", 4 * total, f"float32: 4 x {total:,}{everywhere}"),
             Item("optimizer", 12 * share, f"float32 weights and two moments: 12 x {text}"),
         ]
-        if settings.needs_reference:
+        if references:
             items.append(Item("reference model", 2 * total, f"bfloat16: 2 x {total:,}{everywhere}"))
         if settings.use_critic:
             words = f"weights, gradients and moments of its own: 6 x {total:,} + 12 x {text}"
@@ -176,7 +180,7 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, 
         Item("gradients", 4 * share, f"float32: 4 x {text}"),
         Item("optimizer", 8 * share, f"two moments in float32: 8 x {text}"),
     ]
-    if settings.needs_reference:
+    if references:
         items.append(Item("reference model", 4 * share, f"float32: 4 x {text}"))
     if settings.use_critic:
         each = 16 + 2 * bool(settings.bf16)
@@ -192,6 +196,24 @@ def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, 
             Item("gathered weights", gathered, f"{width} x (2Vh + 2 layers), gradients of one layer", lasting=False)
         )
     return items
+
+
+def _lora(settings: TrainerSettings, held: Held, sizes: Sizes, adapters: int, *, whole: bool) -> list[Item]:
+    """Estimates what takes the place of weights, gradients and optimizer with LoRA."""
+    ranks, width, total = sizes.data, 2 if settings.bf16 else 4, held.total
+    kind, part = "bfloat16" if settings.bf16 else "float32", f" / {ranks}" if ranks > 1 and not whole else ""
+    frozen = Item("weights", width * total / (1 if whole else ranks), f"frozen, {kind}: {width} x {total:,}{part}")
+    if whole:
+        words = f"in bfloat16, and gradients: 6 x {adapters:,}"
+        each = f"float32 weights and two moments: 12 x {adapters:,}" + (f" / {ranks}" if ranks > 1 else "")
+        return [
+            frozen, Item("adapters", 6 * adapters, words), Item("optimizer", 12 * adapters / ranks, each)
+        ]  # fmt: skip
+    return [
+        frozen,
+        Item("adapters", 8 * adapters / ranks, f"in float32, and gradients: 8 x {adapters:,}{part}"),
+        Item("optimizer", 8 * adapters / ranks, f"two moments in float32: 8 x {adapters:,}{part}"),
+    ]
 
 
 def _megatron(settings: TrainerSettings, held: Held, sizes: Sizes, args: Mapping[str, Any]) -> list[Item]:
@@ -330,14 +352,20 @@ def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> f
     return 2 * layers * shape.keys * width / min(tensor, int(heads))
 
 
-def checkpoint_bytes(settings: TrainerSettings, parameters: int) -> tuple[int, str]:
-    """Returns (bytes of one checkpoint on disk, their formula in words)."""
+def checkpoint_bytes(settings: TrainerSettings, parameters: int, adapters: int | None = None) -> tuple[int, str]:
+    """Returns (bytes of one checkpoint on disk, their formula in words). adapters: as in `trainer_memory`."""
     if settings.train_backend == "megatron":
         weights, states = (2, 12) if settings.bf16 else (4, 8)
     else:
         weights, states = 4, 8
     each = weights + (0 if settings.no_save_optim else states)
     words = "weights" if settings.no_save_optim else "weights and optimizer"
+    if adapters is not None:
+        words = words.replace("weights", "adapters")
+        if settings.use_critic:
+            of_critic = f"those of a critic: {each} x {parameters:,}"
+            return each * (adapters + parameters), f"{words}: {each} x {adapters:,}, and {of_critic}"
+        return each * adapters, f"{words}: {each} x {adapters:,}"
     if settings.use_critic:
         return 2 * each * parameters, f"{words} of policy and critic: 2 x {each} x {parameters:,}"
     return each * parameters, f"{words}: {each} x {parameters:,}"

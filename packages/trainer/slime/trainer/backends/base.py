@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.checkpoints.adapter import Adapter
 from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.types.errors import SlimeError
 from slime.types.models.experts import Experts
@@ -175,6 +176,10 @@ class Backend(abc.ABC):
         """Tells whether `named_weights(dtype=dtype, everywhere=True)` gives parts of memory that stays until the next
         update, not copies."""
         return False
+
+    def adapter(self) -> Adapter | None:
+        """Returns the LoRA adapter that `named_weights` merges; None where all weights train. Collective like that."""
+        return None
 
     def untrained_weights(self) -> list[str]:
         """Names tensors that a checkpoint of the model may have and this one does not: layers that do not train."""

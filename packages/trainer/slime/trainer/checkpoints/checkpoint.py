@@ -5,6 +5,7 @@
                                                          number of ranks can load what any number saved
     trainer.json                                         format, step, updates, weight_version
     data_place.jsonl                                     the place in the data, as the buffer describes it
+    adapter_config.json, adapter_model.safetensors       with LoRA in place of the model: the adapter as peft has it
     critic/                                              the same for a critic, without a place
 
 Nothing in it is a pickle. A directory without trainer.json is a plain model.
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.files.safetensors_dir import SafetensorsDir, write
+from slime.trainer.checkpoints.adapter import ADAPTER_DIR, CONFIG_FILE, Adapter
 from slime.trainer.checkpoints.hf_directory import WRITER, NamedTensors, as_dtype, copy_side_files
 from slime.trainer.process.collective import Ranks
 from slime.types.directories import whole_directory
@@ -38,7 +40,7 @@ STATE_FILE = "trainer.json"
 PLACE_FILE = "data_place.jsonl"
 TRACKER = "latest_checkpointed_iteration.txt"
 # Files that a Hugging Face or a torch_dist directory has.
-MODEL_FILES = ("config.json", ".metadata", TRACKER)
+MODEL_FILES = ("config.json", ".metadata", TRACKER, CONFIG_FILE)
 log = logging.getLogger(__name__)
 OPTIMIZER_DIR = "optimizer"
 CRITIC_DIR = "critic"
@@ -199,18 +201,25 @@ class _Part:
         self.backend = backend
         self.untrained = _sizes_in(source, backend.untrained_weights())
         self.state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
-        self.weights = backend.named_weights()
+        self.adapter = backend.adapter()
+        self.weights = backend.named_weights() if self.adapter is None else self.adapter.weights
         self.moments = backend.optimizer_state() if self.state.has_optimizer else iter(())
 
     @property
     def elements(self) -> int:
         moments = sum(self.backend.optimizer_sizes().values()) if self.state.has_optimizer else 0
+        if self.adapter is not None:
+            return self.adapter.elements + moments
         return sum(self.backend.weight_sizes().values()) + moments + sum(self.untrained.values())
 
     def write(self, directory: Path, source: Path, place: bytes | None) -> None:
-        copy_side_files(source, directory, "float32")
-        untrained = _of_source(source, list(self.untrained))
-        write(directory, as_dtype(itertools.chain(self.weights, untrained), torch.float32))
+        if self.adapter is not None:
+            copy_side_files(source, directory)
+            self.adapter.write(directory)
+        else:
+            copy_side_files(source, directory, "float32")
+            untrained = _of_source(source, list(self.untrained))
+            write(directory, as_dtype(itertools.chain(self.weights, untrained), torch.float32))
         if self.state.has_optimizer:
             (directory / OPTIMIZER_DIR).mkdir()
             write(directory / OPTIMIZER_DIR, as_dtype(self.moments, torch.float32))
@@ -231,17 +240,22 @@ def write_model(
     dtype: torch.dtype,
     source: Path,
     untrained: Iterable[str] = (),
+    adapter: Adapter | None = None,
 ) -> int:
     """Writes a Hugging Face directory in `dtype`, by this process alone; returns the bytes of its weights. Raises as
     `save_checkpoint` does.
 
-    untrained: names of tensors that are copied from `source` if it has them.
+    untrained: names of tensors that are copied from `source` if it has them. adapter: written below the directory.
     """
     kept = _sizes_in(source, untrained)
     size = (sum(sizes.values()) + sum(kept.values())) * dtype.itemsize
     with whole_directory(path, WRITER, need_bytes=size) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
-        write(directory, as_dtype(itertools.chain(weights, _of_source(source, list(kept))), dtype))
+        untrained = _of_source(source, list(kept))
+        write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(untrained, dtype)))
+        if adapter is not None:
+            (directory / ADAPTER_DIR).mkdir()
+            adapter.write(directory / ADAPTER_DIR)
     return size
 
 

@@ -23,6 +23,8 @@ MEGATRON_ONLY = (
 )  # fmt: skip
 
 
+# Value of --lora-target-modules.
+ALL_LINEAR = "all-linear"
 CRITIC_ONLY = ("critic_load", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip", "lambd")
 # Terms and corrections of the policy loss.
 POLICY_LOSS_ONLY = (
@@ -61,6 +63,7 @@ def refuse_contradictions(settings: TrainerSettings) -> None:
         _conflict(s, "min_lr", "lr", "the last learning rate must be at most the first")
     _check_transport(s)
     _check_batch_sizes(s)
+    _check_lora(s)
 
 
 def require_schedule(settings: TrainerSettings) -> None:
@@ -296,6 +299,23 @@ def _check_transport(s: TrainerSettings) -> None:
                 s, "update_weight_local_checkpoint_dir", "update_weight_disk_dir",
                 "they must be two directories: each removes the versions in its own",
             )  # fmt: skip
+
+
+def _check_lora(s: TrainerSettings) -> None:
+    if not s.lora_rank:
+        for name, default in (("lora_alpha", type(s).lora_alpha), ("lora_target_modules", [ALL_LINEAR])):
+            if getattr(s, name) != default:
+                _requires(s, name, "--lora-rank R")
+        return
+    if s.train_backend != "fsdp":
+        _requires(s, "lora_rank", "--train-backend fsdp", f"{s.train_backend} has no LoRA yet")
+    if s.true_on_policy_mode:
+        reason = (
+            "engines compute with merged weights, the trainer with weights and adapters apart, which rounds otherwise"
+        )
+        _conflict(s, "lora_rank", "true_on_policy_mode", reason)
+    if s.ref_update_interval and not s.reference_is_base:
+        _conflict(s, "ref_update_interval", "ref_load", "with --lora-rank only the base model can become the policy")
 
 
 def _check_batch_sizes(s: TrainerSettings) -> None:

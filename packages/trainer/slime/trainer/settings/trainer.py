@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from slime.trainer.settings.algorithm import AlgorithmSettings
-from slime.trainer.settings.checks import refuse_contradictions
+from slime.trainer.settings.checks import ALL_LINEAR, refuse_contradictions
 from slime.trainer.settings.debug import DebugSettings
 from slime.types.settings import like, setting
 from slime.types.shared_settings import BatchSettings, GroupSettings, ModeSettings, PolicySettings, TrainingSettings
@@ -85,6 +86,21 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     )
     custom_megatron_before_train_step_hook_path: str | None = setting(
         None, "Function called before each optimizer update (megatron)", metavar="PATH"
+    )
+
+    # LoRA
+    lora_rank: int = setting(
+        0,
+        "Train LoRA adapters of this rank, W + (alpha / rank) B A, in place of the weights, which stay frozen; engines "
+        "get merged weights (fsdp); 0 trains all weights. A critic trains all of its own",
+        minimum=0,
+    )
+    lora_alpha: float = setting(32.0, "Alpha of the LoRA adapters: their update is scaled by alpha / rank", above=0)
+    lora_target_modules: list[str] = setting(
+        lambda: [ALL_LINEAR],
+        "Linear layers that get LoRA adapters, by the ends of their names: q_proj v_proj; or all-linear, those of the "
+        "decoder without the output layer",
+        metavar="NAME",
     )
 
     # Optimizer
@@ -249,8 +265,15 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
             lr_decay_iters=None if decay is None else decay + self.critic_only_updates,
             only_train_params_name_list=None, freeze_params_name_list=None, enable_mtp_training=False,
             custom_megatron_init_path=None, custom_megatron_before_log_prob_hook_path=None,
-            custom_megatron_before_train_step_hook_path=None, compile=False, true_on_policy_mode=False,
+            custom_megatron_before_train_step_hook_path=None, compile=False, true_on_policy_mode=False, lora_rank=0,
+            lora_alpha=type(self).lora_alpha, lora_target_modules=[ALL_LINEAR],
         )  # fmt: skip
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True if the reference model is the base model of LoRA adapters, which the policy is without them."""
+        own = self.ref_load is None or os.path.realpath(self.ref_load) == os.path.realpath(self.hf_checkpoint)
+        return self.lora_rank > 0 and self.needs_reference and own
 
     @property
     def depends_on_length(self) -> bool:

@@ -30,6 +30,7 @@ from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp import routing
 from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
 from slime.trainer.backends.fsdp.delta_net import has_state
+from slime.trainer.backends.fsdp.lora import Adapters, add_adapters
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, left_out, other_in_files
 from slime.trainer.backends.fsdp.on_policy import EngineForward
@@ -39,6 +40,7 @@ from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.snapshots import Snapshots, local
+from slime.trainer.checkpoints.adapter import Adapter, read_adapter
 from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.on_policy import check_engine_layers, uses_engine_kernels
@@ -65,7 +67,7 @@ class FsdpBackend(Backend):
         self.settings = settings
         self.ranks = ranks
         self.device = device
-        policy, flag = self._load(weights)
+        policy, flag = self._load(None if settings.lora_rank else weights)
         self._other_in_files = other_in_files(policy, flag)
         config = policy.config.get_text_config()
         self.vocab_size = config.vocab_size
@@ -73,6 +75,8 @@ class FsdpBackend(Backend):
         self.config = policy.config
         self.vision = vision_of(policy.config.to_dict())
         self.num_parameters = sum(p.numel() for p in policy.parameters())
+        self.adapters = self._add_adapters(policy, weights)
+        self._num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         self._engine = self._engine_forward(policy.config)
         if settings.gradient_checkpointing and self._engine is None:
             loading.enable_recomputation(policy)
@@ -88,13 +92,14 @@ class FsdpBackend(Backend):
             )
         self.policy = self._place(policy)
         self._master = MasterWeights(self.policy, ranks.rank, ranks.world_size) if bf16_copy else None
-        self.snapshots = Snapshots([self.policy])
+        self.snapshots = Snapshots([self.policy] if self.adapters is None else self.adapters.modules)
         self.row_multiple = settings.data_pad_size_multiplier
         self._has_state = has_state(policy)
         self.can_share_prompts = not self._has_state
         self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config) or self._engine is not None
         self.reference: nn.Module | None = None
-        if settings.needs_reference and self._has_references:
+        self._reference_is_base = settings.reference_is_base and self._has_references
+        if settings.needs_reference and self._has_references and not self._reference_is_base:
             self.reference = self._load_compared(settings.ref_load or settings.hf_checkpoint, "--ref-load")
             if settings.ref_update_interval and not self._like_policy(self.reference):
                 raise InvalidSetting.conflict(
@@ -136,6 +141,20 @@ class FsdpBackend(Backend):
         flag = "--load" if weights else "--hf-checkpoint"
         return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
 
+    def _add_adapters(self, policy: nn.Module, weights: str | None) -> Adapters | None:
+        """Freezes the policy and adds the adapters of --lora-rank, those in the directory `weights` if it is given."""
+        s = self.settings
+        if not s.lora_rank:
+            return None
+        adapters = add_adapters(policy, s)
+        if weights:
+            shapes = {name: p.shape for name, p in policy.named_parameters() if name in adapters.names}
+            adapters.load(read_adapter(weights, adapters.config, shapes))
+        if s.bf16:
+            # Before it is on the device, which never holds more of the base model than it computes with.
+            loading.round_parameters(policy)
+        return adapters
+
     def _attach_routing(self, policy: nn.Module) -> RoutingReplay | None:
         s = self.settings
         shape = experts_of(policy.config.to_dict())
@@ -176,9 +195,10 @@ class FsdpBackend(Backend):
         if self.device.type == "cuda" and ranks > 1:
             room = min(self.ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
         compared = compared_models(settings) if self._has_references else 0
-        whole = keeps_weights_whole(settings, self.num_parameters, ranks, room, compared=compared)
+        trained = self._num_trained
+        whole = keeps_weights_whole(settings, self.num_parameters, ranks, room, compared=compared, trained=trained)
         if room is not None and settings.bf16 and settings.fsdp_sharding == "auto":
-            needed = whole_bytes(self.num_parameters, ranks, compared)
+            needed = whole_bytes(self.num_parameters, ranks, compared, trained)
             log.info(
                 "each rank keeps %s: whole weights and gradients take %.1f of %.1f GiB (--fsdp-sharding)",
                 "whole weights and gradients" if whole else "a part of weights and gradients",
@@ -210,9 +230,7 @@ class FsdpBackend(Backend):
         return model
 
     def scores(self, batches: Sequence[MaybeBatch], *, of: str = POLICY, entropy: bool = False) -> list[Outputs | None]:
-        if of == REFERENCE:
-            if self.reference is None:
-                raise WrongState("no reference model was loaded")
+        if of == REFERENCE and self.reference is not None:
             return self._passes.scores(self.reference, batches, entropy)
         if of == TEACHER:
             if self.teacher is None:
@@ -220,17 +238,21 @@ class FsdpBackend(Backend):
             return self._passes.scores(self.teacher, batches, entropy)
         if of == POLICY:
             return self._passes.scores(self.policy, batches, entropy, self._routing)
-        if of not in self.snapshots:
-            raise WrongState(f"no weights were kept as {of}")
+        if of in self.snapshots:
+            others = self.snapshots.swapped_in(of)
+        elif of == REFERENCE and self._reference_is_base and self.adapters is not None:
+            others = self.adapters.switched_off()
+        else:
+            raise WrongState("no reference model was loaded" if of == REFERENCE else f"no weights were kept as {of}")
         loading.reshard(self.policy)
-        with self.snapshots.swapped_in(of):
+        with others:
             found = self._passes.scores(self.policy, batches, entropy, self._routing)
             loading.reshard(self.policy)
         return found
 
     def keep(self, name: str) -> None:
         loading.reshard(self.policy)
-        if name != REFERENCE:
+        if name != REFERENCE or self._reference_is_base:
             self.snapshots.keep(name)
             return
         if self.reference is None:
@@ -300,19 +322,42 @@ class FsdpBackend(Backend):
                 yield from ((tensor, True) for tensor in _tensors(other))
 
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
+        updates = self._adapter_weights()
         for name, tensor in self._weights():
-            tensor = tensor.detach()
-            if self._master is not None and name in self._master and tensor.dtype != dtype:
-                tensor = self._master.of(name)
-            whole = _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
-            yield from self._in_files(name, whole)
+            parts = self.adapters.parts_of(name) if self.adapters is not None else None
+            if parts is None:
+                yield from self._in_files(name, self._whole(name, tensor, dtype))
+                continue
+            assert self.adapters is not None
+            # What the model computes with: in `dtype`, the product in float32.
+            a, b = (self._whole(part, updates[part], dtype) for part in parts)
+            merged = self.adapters.merged(self._whole(name, tensor, None), a, b)
+            yield from self._in_files(name, merged if dtype is None else merged.to(dtype))
+
+    def _whole(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        tensor = tensor.detach()
+        if self._master is not None and name in self._master and tensor.dtype != dtype:
+            tensor = self._master.of(name)
+        return _whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+
+    def adapter(self) -> Adapter | None:
+        if self.adapters is None:
+            return None
+        updates = self._adapter_weights()
+        whole = ((name, self._whole(name, tensor, torch.float32)) for name, tensor in updates.items())
+        return Adapter(self.adapters.config, whole, sum(tensor.numel() for tensor in updates.values()))
+
+    def _adapter_weights(self) -> dict[str, Tensor]:
+        names = self.adapters.names if self.adapters is not None else ()
+        return {name: tensor for name, tensor in self.policy.named_parameters() if name in names}
 
     def parts_of_weights(self, dtype: torch.dtype | None = None) -> tuple[str, ...]:
         # The float32 weights are the optimizer's.
         return (WEIGHTS,) if self._master is None or dtype == torch.bfloat16 else (WEIGHTS, TRAINING)
 
     def weights_stay(self, dtype: torch.dtype) -> bool:
-        return self._master is not None and dtype == torch.bfloat16 and not self._other_in_files
+        as_they_are = self.adapters is None and not self._other_in_files
+        return self._master is not None and dtype == torch.bfloat16 and as_they_are
 
     def weight_sizes(self) -> dict[str, int]:
         shapes = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in self._weights())
@@ -327,8 +372,10 @@ class FsdpBackend(Backend):
         return disk_parts(self.policy, name, tensor).items()
 
     def _weights(self) -> NamedTensors:
+        """Yields the weights of the model without its adapters."""
         # named_parameters yields a tied weight once; persistent buffers belong to the checkpoint too.
-        yield from self.policy.named_parameters()
+        names = self.adapters.names if self.adapters is not None else ()
+        yield from ((name, tensor) for name, tensor in self.policy.named_parameters() if name not in names)
         yield from ((name, self.policy.get_buffer(name)) for name in self._persistent_buffers)
 
     def optimizer_state(self) -> NamedTensors:

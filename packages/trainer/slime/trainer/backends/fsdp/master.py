@@ -48,19 +48,20 @@ class Piece:
 
 
 class MasterWeights:
-    """Takes the place of the memory of all floating-point parameters of `model`, which are float32 before.
+    """Takes the place of the memory of all float32 parameters of `model`. Others have no master copy: they never train.
 
     With several ranks every method that says so is collective, in the default group.
     """
 
     def __init__(self, model: nn.Module, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
-        named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+        named = [(name, p) for name, p in model.named_parameters() if p.dtype == torch.float32]
+        device = next(model.parameters()).device
         trained = [(name, p) for name, p in named if p.requires_grad]
-        self.matrices = _flatten([(name, p) for name, p in trained if p.ndim >= 2], rank, ranks)
-        self.vectors = _flatten([(name, p) for name, p in trained if p.ndim < 2], rank, ranks)
+        self.matrices = _flatten([(name, p) for name, p in trained if p.ndim >= 2], rank, ranks, device)
+        self.vectors = _flatten([(name, p) for name, p in trained if p.ndim < 2], rank, ranks, device)
         # Weights that do not train are saved as they were read, by each rank.
-        self.fixed = _flatten([(name, p) for name, p in named if not p.requires_grad], 0, 1, trains=False)
+        self.fixed = _flatten([(name, p) for name, p in named if not p.requires_grad], 0, 1, device, trains=False)
         self.parameters = [p for _, p in trained if p.ndim >= 2] + [p for _, p in trained if p.ndim < 2]
         self.gradients = [view for piece in self.trained for view in piece.views(piece.gradient)]
         self._places = {
@@ -152,7 +153,9 @@ class MasterWeights:
             yield piece.master.data
 
 
-def _flatten(named: list[tuple[str, nn.Parameter]], rank: int, ranks: int, *, trains: bool = True) -> Piece:
+def _flatten(
+    named: list[tuple[str, nn.Parameter]], rank: int, ranks: int, device: torch.device, *, trains: bool = True
+) -> Piece:
     ranges: list[tuple[int, torch.Size]] = []
     filled = 0
     for _, parameter in named:
@@ -162,7 +165,6 @@ def _flatten(named: list[tuple[str, nn.Parameter]], rank: int, ranks: int, *, tr
     filled = -(-filled // unit) * unit
     size = filled // ranks
     first = rank * size
-    device = named[0][1].device if named else torch.device("cpu")
     # Zeros between parameters have no gradient, and no weight decay moves them.
     master = nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device), requires_grad=trains)
     gradient = torch.zeros(filled if trains else 0, dtype=torch.float32, device=device)

@@ -13,6 +13,7 @@ from slime.converters.convert.quantization_config import block_size, quantizatio
 from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.delta_net import FAMILIES, use_packed_delta_nets
 from slime.trainer.backends.fsdp.vision import accept_images
+from slime.trainer.checkpoints.adapter import has_adapter
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.files import no_directory
 from slime.types.models.vision import vision_of
@@ -25,7 +26,8 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
 
     other_head: the output layer will be replaced, so the one in the files may have any shape.
 
-    Raises MissingFile or InvalidFile naming `flag`, NotAvailable for layers that cannot handle packed rows.
+    Raises MissingFile, InvalidFile or InvalidSetting naming `flag`, NotAvailable for layers that cannot handle packed
+    rows.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -37,6 +39,10 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
         raise InvalidFile(
             f"{flag}: {path} has no config.json", field=flag, value=path, expected="a Hugging Face directory"
         )
+    if has_adapter(path):
+        # transformers would look for the model that it belongs to, with the package peft.
+        needed = "--lora-rank R" if flag == "--load" else "the directory of a model"
+        raise InvalidSetting.requires(f"{flag} {path}", needed, "it holds a LoRA adapter")
     config = AutoConfig.from_pretrained(path)
     _turn_off_dropout(config)
     if other_head:
@@ -150,9 +156,9 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
 
 
 def round_parameters(model: nn.Module) -> None:
-    """Rounds parameters to bfloat16. Buffers (rotary frequencies) keep their type, as under FSDP2."""
+    """Rounds parameters that do not train to bfloat16. Buffers (rotary frequencies) keep their type, as under FSDP2."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

@@ -1,0 +1,155 @@
+"""LoRA: frozen linear layers with trained updates of low rank, W + (alpha / r) B A (Hu et al., arXiv:2106.09685).
+
+    r  rank        n  inputs of a layer        m  its outputs
+
+A layer keeps its place and its weight's name, so that everything that knows the model by names and shapes goes on as it
+is; beside them are `lora_A.weight` [r, n] and `lora_B.weight` [m, r], the names of the library peft. Experts that
+transformers holds in one tensor are no linear layers, and stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.converters.convert.quantization_config import quantization_of
+from slime.trainer.backends.fsdp.model import decoder_layers
+from slime.trainer.backends.snapshots import local
+from slime.trainer.checkpoints.adapter import AdapterConfig
+from slime.trainer.settings.checks import ALL_LINEAR
+from slime.trainer.settings.trainer import TrainerSettings
+from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.models.experts import experts_of
+
+log = logging.getLogger(__name__)
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with the weight and bias of `linear`, and an update that is 0 at first."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_A = nn.Linear(self.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, self.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        update: Tensor = self.lora_B(self.lora_A(input))
+        return super().forward(input) + self.scale * update
+
+
+class Adapters:
+    """The updates of a model's layers. layers: by name of the module. config: as peft describes them."""
+
+    def __init__(self, layers: Mapping[str, LoraLinear], config: AdapterConfig) -> None:
+        self.layers = layers
+        self.config = config
+        self.names = {f"{name}.{part}.weight" for name in layers for part in ("lora_A", "lora_B")}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of everything that trains."""
+        return [part for layer in self.layers.values() for part in (layer.lora_A, layer.lora_B)]
+
+    def parts_of(self, name: str) -> tuple[str, str] | None:
+        """Returns the names of A and B for the weight `name`; None if it has no update."""
+        layer = name.removesuffix(".weight")
+        return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self.layers else None
+
+    def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """[m, n], [r, n], [m, r] -> W + (alpha / r) B A, float32 [m, n], computed in float32."""
+        return torch.addmm(base.float(), b.float(), a.float(), alpha=self.config.scale)
+
+    @contextmanager
+    @torch.no_grad()
+    def switched_off(self) -> Iterator[None]:
+        """Makes the model the base model inside the block. No parameter may be gathered when it begins or ends."""
+        weights = [local(layer.lora_B.weight.detach()) for layer in self.layers.values()]
+        kept = [weight.clone() for weight in weights]
+        torch._foreach_zero_(weights)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, kept)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Sets the updates, by the names of their parameters; before the model is sharded."""
+        for name, layer in self.layers.items():
+            layer.lora_A.weight.copy_(tensors[f"{name}.lora_A.weight"])
+            layer.lora_B.weight.copy_(tensors[f"{name}.lora_B.weight"])
+
+
+def add_adapters(model: Any, settings: TrainerSettings) -> Adapters:
+    """Freezes a model and gives its layers updates, the same on every rank. Raises InvalidSetting, NotAvailable."""
+    base, rank, alpha = settings.hf_checkpoint, settings.lora_rank, settings.lora_alpha
+    if quantization_of(json.loads((Path(base) / "config.json").read_text())):
+        raise NotAvailable.unavailable(
+            f"--lora-rank {rank} for this model", "an update may be smaller than a step of its quantized weights",
+            "the directory of the model in bfloat16",
+        )  # fmt: skip
+    layers = target_layers(model, settings.lora_target_modules)
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(settings.seed)
+    adapted = {name: LoraLinear(linear, rank, alpha / rank, generator) for name, linear in layers.items()}
+    for name, layer in adapted.items():
+        model.set_submodule(name, layer)
+    if experts_of(model.config.to_dict()) is not None:
+        log.warning("LoRA trains no experts of this model, but its other linear layers: %s", ", ".join(_ends(adapted)))
+    return Adapters(adapted, AdapterConfig(base, rank, alpha, tuple(_described(model, adapted))))
+
+
+def target_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """Returns linear layers of the decoder by name: all but the output layer, or those whose names end like `targets`,
+    among which the output layer may be.
+
+    Raises InvalidSetting for a name without a layer, NotAvailable for an output layer that is the embedding.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    inner = [m for layer in decoder_layers(model) for m in layer.modules() if isinstance(m, nn.Linear)]
+    head = model.get_output_embeddings()
+    if list(targets) == [ALL_LINEAR]:
+        return {names[module]: module for module in inner}
+    possible = {names[module]: module for module in (*inner, head) if isinstance(module, nn.Linear)}
+    found: dict[str, nn.Linear] = {}
+    for target in targets:
+        ending = {name: module for name, module in possible.items() if f".{name}".endswith(f".{target}")}
+        if not ending:
+            raise InvalidSetting.must_be(
+                "--lora-target-modules", f"{ALL_LINEAR}, or names of linear layers: {', '.join(_ends(possible))}",
+                got=target,
+            )  # fmt: skip
+        found |= ending
+    if head in found.values() and is_tied(model):
+        raise NotAvailable.unavailable(
+            f"--lora-target-modules {names[head]} for this model",
+            "its output layer shares its weights with the embedding",
+        )
+    return {name: module for name, module in possible.items() if name in found}
+
+
+def is_tied(model: Any) -> bool:
+    """Tells whether the output layer has the weight of the embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _ends(names: Mapping[str, Any]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _described(model: nn.Module, adapted: Mapping[str, Any]) -> list[str]:
+    """Returns the shortest names by which peft finds these layers and no others."""
+    ends = _ends(adapted)
+    meant = {name for name, module in model.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if meant == set(adapted) else sorted(adapted)

@@ -1,0 +1,124 @@
+"""Files of a LoRA adapter in the format of the library peft, which peft, vLLM and SGLang load.
+
+adapter_config.json             rank, alpha, the layers
+adapter_model.safetensors       float32, as "base_model.model.LAYER.lora_A.weight" and "... .lora_B.weight"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.trainer.checkpoints.hf_directory import NamedTensors, as_dtype
+from slime.types.errors import InvalidFile, InvalidSetting
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# Inside a directory of merged weights: beside them, transformers would add the adapter to them once more.
+ADAPTER_DIR = "adapter"
+_PREFIX = "base_model.model."
+# Variants of LoRA that peft has and that are not read here, each with the value that turns it off.
+_PLAIN = {
+    "use_rslora": False, "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "fan_in_fan_out": False,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """An adapter in words. base: directory of the model. targets: names of the layers, or what they end in."""
+
+    base: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def as_json(self) -> str:
+        alpha = int(self.alpha) if float(self.alpha).is_integer() else self.alpha
+        about = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.base, "r": self.rank,
+            "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": list(self.targets), "inference_mode": True,
+            "init_lora_weights": True, **_PLAIN,
+        }  # fmt: skip
+        return json.dumps(about, indent=2, sort_keys=True) + "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """An adapter that is written. weights: by the names of their parameters, one at a time. elements: their number."""
+
+    config: AdapterConfig
+    weights: NamedTensors
+    elements: int
+
+    def write(self, directory: Path) -> None:
+        """Writes both files into an existing directory."""
+        from safetensors.torch import save_file
+
+        (directory / CONFIG_FILE).write_text(self.config.as_json())
+        tensors = {_PREFIX + name: tensor for name, tensor in as_dtype(self.weights, torch.float32)}
+        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def has_adapter(path: str) -> bool:
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def read_rank(path: Path) -> tuple[int, float]:
+    """Returns the rank and alpha of the adapter in a directory. Raises InvalidFile naming --load."""
+    try:
+        about = json.loads((path / CONFIG_FILE).read_text())
+        rank, alpha = int(about["r"]), float(about["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidFile(f"--load: {path / CONFIG_FILE}: {type(error).__name__}: {error}", field="--load") from error
+    for name, plain in _PLAIN.items():
+        if about.get(name) not in (plain, None):
+            raise InvalidFile(
+                f"--load: {path / CONFIG_FILE}: {name} is {about[name]}, which is not supported", field="--load",
+                value=name, expected=str(plain),
+            )  # fmt: skip
+    return rank, alpha
+
+
+def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Reads the tensors of an adapter by the names of its parameters. shapes: those of the model's adapter.
+
+    Raises InvalidSetting where the directory holds another adapter than the settings describe, InvalidFile.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not has_adapter(path):
+        raise InvalidSetting.conflict(
+            f"--lora-rank {config.rank}", f"--load {path}",
+            f"that directory has no {CONFIG_FILE}; a model to train with LoRA is given as --hf-checkpoint",
+        )  # fmt: skip
+    rank, alpha = read_rank(Path(path))
+    for flag, own, saved in (("--lora-rank", config.rank, rank), ("--lora-alpha", config.alpha, alpha)):
+        if own != saved:
+            raise InvalidSetting.conflict(f"{flag} {own:g}", f"--load {path}", f"that adapter has {saved:g}")
+    try:
+        tensors = load_file(Path(path) / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise InvalidFile(f"--load: {path}: {WEIGHTS_FILE}: {error}", field="--load", value=path) from error
+    found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    if other := sorted(found.keys() ^ shapes.keys()):
+        raise InvalidSetting.conflict(
+            "--lora-target-modules", f"--load {path}",
+            f"{'only' if other[0] in found else 'not'} that adapter has {other[0]}",
+        )  # fmt: skip
+    for name, shape in shapes.items():
+        if found[name].shape != shape:
+            raise InvalidFile(
+                f"--load: {path}: {name} has shape {tuple(found[name].shape)}", field="--load", value=name,
+                expected=str(tuple(shape)),
+            )  # fmt: skip
+    return found

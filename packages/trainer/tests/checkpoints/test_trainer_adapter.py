@@ -1,0 +1,71 @@
+"""A model exported with LoRA: merged weights, and below them the adapter as peft writes it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_stack import Stack
+from trainer_tiny import make_samples
+from transformers import AutoModelForCausalLM
+
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def exported(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported") / "model"
+    stack = Stack(model, lora_rank=RANK, lora_alpha=6.0)
+    try:
+        stack.client.train_step(0, 3, timeout=60)
+        stack.client.export_model(str(path), timeout=60)
+    finally:
+        stack.close()
+    return path
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.tensor([make_samples()[0].tokens], dtype=torch.int64)
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def test_an_exported_model_has_the_merged_weights_and_the_adapter_below(exported: Path, model: str):
+    merged, base = load_file(exported / "model.safetensors"), load_file(Path(model) / "model.safetensors")
+    adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
+    config = json.loads((exported / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, 6)
+    assert config["base_model_name_or_path"] == model
+    assert config["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    layers = {name.removesuffix(".weight") for name in base if "_proj" in name}
+    assert adapter.keys() == {f"base_model.model.{name}.lora_{part}.weight" for name in layers for part in "AB"}
+    assert merged.keys() == base.keys()
+    for name, weight in base.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        update = 0
+        if f"{layer}.lora_A.weight" in adapter:
+            b, a = adapter[f"{layer}.lora_B.weight"], adapter[f"{layer}.lora_A.weight"]
+            assert a.shape == (RANK, weight.shape[1]) and b.shape == (weight.shape[0], RANK) and b.abs().max() > 0
+            update = 6 / RANK * b @ a
+        torch.testing.assert_close(merged[name], weight + update)
+
+
+def test_peft_loads_the_adapter_and_computes_the_merged_model(exported: Path, model: str):
+    """Where peft is installed; the test above checks names and shapes without it."""
+    peft = pytest.importorskip("peft")
+    merged, base = AutoModelForCausalLM.from_pretrained(exported), AutoModelForCausalLM.from_pretrained(model)
+    plain = logits(base)
+    loaded = peft.PeftModel.from_pretrained(base, exported / "adapter")
+    assert loaded.peft_config["default"].r == RANK
+    torch.testing.assert_close(logits(loaded), logits(merged), atol=1e-4, rtol=1e-4)
+    assert (logits(loaded) - plain).abs().max() > 1e-2
+    own = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), peft.LoraConfig(r=RANK, target_modules="all-linear")
+    )
+    saved = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert {n: t.shape for n, t in peft.get_peft_model_state_dict(own).items()} == {
+        n: t.shape for n, t in saved.items()
+    }
