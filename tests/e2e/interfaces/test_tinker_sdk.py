@@ -52,6 +52,8 @@ def service(tinker: Any, directory: Path, tmp_path_factory: pytest.TempPathFacto
 def test_a_client_of_the_sdk_learns_samples_saves_and_resumes(tinker: Any, service: Any, directory: Path) -> None:
     types = tinker.types
     training = service.create_lora_training_client(base_model=str(directory), rank=8).result()
+    info = training.get_info()
+    assert (info.is_lora, info.lora_rank) == (True, 8)
     tokenizer = training.get_tokenizer()
     tokens = tokenizer.encode("2+3=5\n")
     datum = types.Datum(

@@ -32,9 +32,10 @@ OF_THE_SDK = bytes.fromhex(
 
 @dataclass
 class Client:
-    """port: of the service."""
+    """port: of the service. lora: whether it trains adapters."""
 
     port: int
+    lora: bool = True
     session: str = ""
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -69,10 +70,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tinker") / "model", "0123456789+=>", seed=3)
 
 
-@pytest.fixture(scope="module")
-def port(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    output = tmp_path_factory.mktemp("output")
+@pytest.fixture(scope="module", params=["lora", "full"])
+def service(request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yields the port, and whether the service trains adapters."""
+    output, lora = tmp_path_factory.mktemp("output"), request.param == "lora"
     words = ["--hf-checkpoint", str(directory), "--model-name", "tiny/sums", "--port", "0"]
+    words += [] if lora else ["--full-weights"]
     process = subprocess.Popen(
         [sys.executable, "-m", "slime.launcher.cli", "tinker", *words, "--output-dir", str(output / "runs")],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"TINKER_API_KEY": KEY},
@@ -81,7 +84,7 @@ def port(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     try:
         found = next((re.search(r"127\.0\.0\.1:(\d+)", line) for line in process.stdout), None)
         assert found is not None
-        yield int(found[1])
+        yield int(found[1]), lora
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -91,18 +94,20 @@ def port(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def client(port: int) -> Iterator[Client]:
-    found = Client(port)
+def client(service: tuple[int, bool]) -> Iterator[Client]:
+    found = Client(*service)
     body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0", "type": "create_session"}
     answer = found.post("create_session", body)
-    assert "no LoRA" in answer["warning_message"]
+    assert ("there is no LoRA" in answer.get("warning_message", "")) is not found.lora
     found.session = answer["session_id"]
     yield found
     found.post(f"sessions/{found.session}/finish", {"reason": {"type": "success"}})
 
 
-def create(client: Client, number: int = 0, **more: Any) -> str:
-    lora = {"rank": 8, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True}
+LORA = {"rank": 8, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True}
+
+
+def create(client: Client, number: int = 0, *, lora: dict[str, Any] = LORA, **more: Any) -> str:
     body = {"session_id": client.session, "model_seq_id": number, "base_model": "tiny/sums", "lora_config": lora}
     answer = client.ask("create_model", body | more)
     assert answer["model_id"] == f"{client.session}:train:{number}"
@@ -138,7 +143,8 @@ def asked(session: str, number: int, **more: Any) -> dict[str, Any]:
 def test_a_client_trains_samples_saves_and_loads(client: Client) -> None:
     model = create(client)
     info = client.post("get_info", {"model_id": model})
-    assert info["is_lora"] is False and info["model_data"]["model_name"].endswith("model")
+    assert (info["is_lora"], info["lora_rank"]) == ((True, 8) if client.lora else (False, None))
+    assert info["model_data"]["model_name"].endswith("model")
     # Sent out of order: they run by their numbers.
     first = [client.post("optim_step", adam(model, 2)), client.post("forward_backward", passed(model, 1))]
     for number in range(3, 21, 2):
@@ -184,16 +190,55 @@ def test_a_client_trains_samples_saves_and_loads(client: Client) -> None:
     other = client.ask("load_weights", loading)["model_id"]
     restored = log_probs(client.ask("forward_backward", passed(other, 1, forward_only=True)))
     np.testing.assert_array_equal(restored, learned)
-    assert client.post("weights_info", {"tinker_path": saved})["base_model"].endswith("model")
+    # A model goes back to the checkpoint, weights for samplers included.
+    client.ask("forward_backward", passed(other, 2))
+    client.ask("optim_step", adam(other, 3))
+    assert log_probs(client.ask("forward_backward", passed(other, 4, forward_only=True)))[-1] != learned[-1]
+    back = {"model_id": other, "optimizer": False}
+    for number, path in ((5, named), (7, saved)):
+        assert client.ask("load_weights", back | {"seq_id": number, "path": path})["path"] == path
+        restored = log_probs(client.ask("forward_backward", passed(other, number + 1, forward_only=True)))
+        np.testing.assert_array_equal(restored, learned)
+
+    about = client.post("weights_info", {"tinker_path": saved})
+    assert about.pop("base_model").endswith("model")
+    parts = {"lora_rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True} if client.lora else {}
+    assert about == {"is_lora": client.lora, **parts}
     _, run = client.call("GET", f"/api/v1/training_runs/{model}")
     assert run["last_checkpoint"]["tinker_path"] == saved
-    assert run["last_sampler_checkpoint"]["tinker_path"] == named
+    assert run["last_sampler_checkpoint"]["tinker_path"] == named and run["is_lora"] is client.lora
     assert client.call("DELETE", f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/first")[0] == 200
     assert client.call("POST", "/api/v1/weights_info", {"tinker_path": named})[0] == 404
 
     # Two models are the most that this service trains.
     status, answer = client.call("POST", "/api/v1/load_weights", loading | {"model_seq_id": 2})
     assert status == 400 and "--max-models 2" in answer["error"]
+
+
+def test_adapters_are_those_that_were_asked_for(client: Client) -> None:
+    parts = LORA | {"train_mlp": False}
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "tiny/sums"}
+    if not client.lora:
+        status, answer = client.call("POST", "/api/v1/create_model", body | {"lora_config": parts})
+        assert status == 400 and "lora_config.train_mlp false is not supported yet" in answer["error"]
+        return
+    for wrong, words in ((None, "lora_config: got None"), (LORA | {"rank": 0}, "rank"), ({}, "rank")):
+        status, answer = client.call("POST", "/api/v1/create_model", body | {"lora_config": wrong})
+        assert status == 400 and words in answer["error"], answer
+    none = LORA | {"train_mlp": False, "train_attn": False, "train_unembed": False}
+    assert "it would have no layer to train" in client.ask("create_model", body | {"lora_config": none})["error"]
+    small = create(client, 1, lora=parts | {"rank": 2, "seed": 5, "train_unembed": False})
+    saved = client.ask("save_weights", {"model_id": small, "seq_id": 1, "path": "small"})["path"]
+    about = client.post("weights_info", {"tinker_path": saved})
+    assert (about["lora_rank"], about["train_attn"], about["train_mlp"], about["train_unembed"]) == (
+        2,
+        True,
+        False,
+        False,
+    )
+    other = create(client, 2)
+    refused = client.ask("load_weights", {"model_id": other, "seq_id": 1, "path": saved, "optimizer": False})
+    assert "a LoRA adapter of rank 8, as the model has; this one is of a LoRA adapter of rank 2" in refused["error"]
 
 
 def test_errors_come_in_the_form_of_the_sdk(client: Client) -> None:
@@ -231,8 +276,8 @@ def test_a_request_of_the_sdk_is_read(client: Client) -> None:
     assert len(log_probs(client.ask("forward_backward", request.SerializeToString()))) == 3
 
 
-def test_only_holders_of_the_key_get_in(port: int) -> None:
-    client = Client(port)
+def test_only_holders_of_the_key_get_in(service: tuple[int, bool]) -> None:
+    client = Client(*service)
     config = "/api/v1/client/config"
     assert client.call("GET", "/api/v1/healthz", **{"X-API-Key": ""}) == (200, {"status": "ok"})
     assert client.call("POST", config, {}, **{"X-API-Key": "tml-other"})[0] == 401

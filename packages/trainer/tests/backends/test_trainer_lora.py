@@ -13,7 +13,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trainer_float64 import reference_log_probs
-from trainer_lora import Lora64, write_adapter
+from trainer_lora import LAYERS, Lora64, write_adapter
 from trainer_tiny import Runner, make_samples, make_settings, write_fp8_model, write_model
 
 from slime.trainer.backends.base import REFERENCE
@@ -55,14 +55,15 @@ def test_a_layer_is_its_weight_and_an_update_of_low_rank(rank: int, alpha: float
         {"compile": True, "clip_grad": 0.1},
         {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "k3"},
         {"lora_target_modules": ["q_proj", "mlp.up_proj", "lm_head"]},
+        {"lora_target_modules": ["all-linear", "lm_head"], "lora_rank": 2},
     ],
     ids=lambda values: next(iter(values), "plain"),
 )
 def test_a_step_equals_its_float64_reference(model: str, tmp_path: Path, values: dict[str, Any]):
-    s = make_settings(model, lora_rank=RANK, lora_alpha=6.0, **values)
-    ends = {"ends": ("q_proj", "up_proj", "lm_head")} if "lora_target_modules" in values else {}
-    start = write_adapter(tmp_path / "adapter", s, **ends)
-    reference = Lora64(model, load_file(Path(start) / "adapter_model.safetensors"), 6.0 / RANK)
+    s = make_settings(model, **{"lora_rank": RANK, "lora_alpha": 6.0} | values)
+    names = {name.rpartition(".")[2] for name in s.lora_target_modules}
+    start = write_adapter(tmp_path / "adapter", s, ends=(*(LAYERS if "all-linear" in names else ()), *names))
+    reference = Lora64(model, load_file(Path(start) / "adapter_model.safetensors"), 6.0 / s.lora_rank)
     runner, samples, loss = Runner(s, weights=start), make_samples(), 0.0
     metrics = runner.run(0, samples)
     for sample in samples:

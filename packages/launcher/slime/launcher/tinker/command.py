@@ -42,7 +42,7 @@ def parser(command: str) -> CommandParser:
     reader = CommandParser(
         prog="slime tinker",
         description="Serves a model to the tinker SDK on this machine: training runs, optimizer steps, samples and "
-        "checkpoints. All weights train; there is no LoRA yet. Ctrl-C ends it.",
+        "checkpoints. LoRA adapters train, or all weights with --full-weights. Ctrl-C ends it.",
     )
     reader.add_argument(
         "--hf-checkpoint", required=True, metavar="MODEL", help="Hugging Face directory, or ORG/NAME on the Hub"
@@ -66,7 +66,12 @@ def parser(command: str) -> CommandParser:
         "--keep-snapshots", type=int, default=4, metavar="N",
         help="Unnamed snapshots of a model that can be sampled from: the newest N",
     )  # fmt: skip
-    reader.add_argument("--bf16", action="store_true", help="Compute in bfloat16; weights in training stay float32")
+    reader.add_argument(
+        "--full-weights", action="store_true",
+        help="Train all weights of a model in place of a LoRA adapter; the rank and seed that clients ask for have no "
+        "effect then",
+    )  # fmt: skip
+    reader.add_argument("--bf16", action="store_true", help="Compute in bfloat16; what trains stays float32")
     return reader
 
 
@@ -131,9 +136,10 @@ def serve(options: Any) -> None:
         names = [options.hf_checkpoint, str(directory), *([options.model_name] if options.model_name else [])]
         served = Served(
             directory, tuple(dict.fromkeys(names)), 0, CheckpointStore(options.output_dir.resolve()), Path(scratch),
-            bf16=options.bf16, keep=options.keep_snapshots,
+            bf16=options.bf16, keep=options.keep_snapshots, full_weights=options.full_weights,
         )  # fmt: skip
-        log.warning(FULL_WEIGHTS)
+        if options.full_weights:
+            log.warning(FULL_WEIGHTS)
         asyncio.run(_serve(served, engines[0], listener, user_key, options.max_models))
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from slime.launcher.tinker.adapters import AdapterRequest
 from slime.launcher.tinker.training import TrainedModel
 from slime.types.errors import Busy, DeadlineExceeded, InvalidField, NotFound, WrongState
 
@@ -40,6 +41,8 @@ class TrainingRun:
 
     model_id: str
     session: str
+    # None where all weights train.
+    adapter: AdapterRequest | None = None
     turn: int = 1
     waiting: dict[int, _Request] = field(default_factory=dict)
     # None while the model is loaded, and if that failed.

@@ -1,6 +1,6 @@
 """Checkpoints of the service on disk: `tinker://RUN/KIND/NAME` is OUTPUT_DIR/RUN/KIND/NAME.
 
-    RUN/run.json            base model and user metadata
+    RUN/run.json            base model, user metadata and LoRA adapter
     RUN/weights/NAME        weights and optimizer (save_state)
     RUN/sampler_weights/NAME    weights only (save_weights_for_sampler)
 
@@ -33,11 +33,13 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def add_run(self, run: str, base_model: str, metadata: Mapping[str, Any] | None) -> None:
-        """Writes the run.json of a training run. Raises InvalidField."""
+    def add_run(
+        self, run: str, base_model: str, metadata: Mapping[str, Any] | None, lora: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes the run.json of a training run. lora: None where all weights train. Raises InvalidField."""
         directory = self.root / _word("training_run_id", run)
         directory.mkdir(parents=True, exist_ok=True)
-        about = {"base_model": base_model, "user_metadata": dict(metadata or {}), "time": _now()}
+        about = {"base_model": base_model, "user_metadata": dict(metadata or {}), "time": _now(), "lora": lora}
         write_whole(directory / RUN_FILE, json.dumps(about, indent=1) + "\n")
 
     def run(self, run: str) -> dict[str, Any]:

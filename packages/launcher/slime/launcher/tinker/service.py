@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.launcher.tinker.adapters import AdapterRequest, SharedBase
 from slime.launcher.tinker.futures import Futures
 from slime.launcher.tinker.models import Models, TrainingRun
 from slime.launcher.tinker.paths import SAMPLER, TRAINING, CheckpointStore
@@ -23,6 +24,7 @@ from slime.launcher.tinker.requests import (
 )
 from slime.launcher.tinker.sampling import Sampler, SamplerWeights
 from slime.launcher.tinker.training import TrainedModel
+from slime.trainer.trainer import pick_device
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidField, NotAvailable, NotFound, WrongState
 
@@ -32,8 +34,8 @@ log = logging.getLogger(__name__)
 SILENT_SECONDS = 120.0
 MOST_SESSIONS = 1024
 FULL_WEIGHTS = (
-    "this service trains all weights of the model: there is no LoRA, so rank and seed of create_lora_training_client "
-    "have no effect, and learning rates for full fine-tuning fit"
+    "this service trains all weights of the model (--full-weights): there is no LoRA, so rank and seed of "
+    "create_lora_training_client have no effect, and learning rates for full fine-tuning fit"
 )
 Body = Mapping[str, Any]
 
@@ -44,6 +46,7 @@ class Served:
 
     names: the names under which requests may ask for it; context_length: in tokens; scratch: directory of snapshots,
     removed with the service; keep: number of the newest snapshots of a training run that can be sampled from.
+    full_weights: whether models train all of their weights, not LoRA adapters.
     """
 
     directory: Path
@@ -53,6 +56,7 @@ class Served:
     scratch: Path
     bf16: bool = False
     keep: int = 4
+    full_weights: bool = False
 
 
 @dataclass
@@ -76,6 +80,7 @@ class Service:
         self._models = models
         self._sampler = sampler
         self._base = SamplerWeights(served.directory, "base")
+        self._shared = SharedBase(str(served.directory), bf16=served.bf16, device=pick_device(0))
         self._sessions: dict[str, _Session] = {}
         self._samplers: dict[str, _SamplingSession] = {}
 
@@ -88,7 +93,8 @@ class Service:
                 del self._sessions[name]
         name = secrets.token_hex(8)
         self._sessions[name] = _Session()
-        return {"type": "create_session", "session_id": name, "warning_message": FULL_WEIGHTS}
+        warning = {"warning_message": FULL_WEIGHTS} if self.served.full_weights else {}
+        return {"type": "create_session", "session_id": name, **warning}
 
     def heartbeat(self, body: Body) -> dict[str, Any]:
         self._session(body).heard = time.monotonic()
@@ -124,10 +130,13 @@ class Service:
         self._session(body)
         self._check_base(text(body, "base_model"))
         lora = body.get("lora_config")
+        if not self.served.full_weights:
+            return self._add_model(body, None, AdapterRequest.read(lora), optimizer=False)
         for part in ("train_mlp", "train_attn", "train_unembed"):
             if isinstance(lora, dict) and lora.get(part) is False:
-                raise NotAvailable.unavailable(f"lora_config.{part} false", "all weights train")
-        return self._add_model(body, None, optimizer=False)
+                reason = "all weights train with --full-weights"
+                raise NotAvailable.unavailable(f"lora_config.{part} false", reason)
+        return self._add_model(body, None, None, optimizer=False)
 
     def load_weights(self, body: Body) -> dict[str, Any]:
         """Creates a model from a checkpoint, or loads a checkpoint into a model."""
@@ -136,16 +145,27 @@ class Service:
             self._session(body)
             if body.get("base_model") is not None:
                 self._check_base(text(body, "base_model"))
-            return self._add_model(body, address, optimizer=optimizer)
+            return self._add_model(body, address, self._adapter_of(address), optimizer=optimizer)
         model = self._models.find(text(body, "model_id"))
 
         def load(trained: TrainedModel) -> dict[str, Any]:
-            model.trained = self._trained(address, optimizer)
+            adapter = self._adapter_of(address)
+            if (adapter and adapter.answer) != (model.adapter and model.adapter.answer):
+                held, own = (_named(each) for each in (adapter, model.adapter))
+                raise InvalidField("path", address, f"a checkpoint of {own}, as the model has; this one is of {held}")
+            model.trained = self._trained(address, model.adapter, optimizer)
             return {"type": "load_weights", "path": address, "model_id": model.model_id}
 
         return self._in_turn(model, body, load)
 
-    def _add_model(self, body: Body, address: str | None, *, optimizer: bool) -> dict[str, Any]:
+    def _adapter_of(self, address: str) -> AdapterRequest | None:
+        """Returns the adapter of a checkpoint. Raises InvalidField, NotFound."""
+        run, _ = self.served.store.find(address)
+        return AdapterRequest.known(self.served.store.run(run).get("lora"))
+
+    def _add_model(
+        self, body: Body, address: str | None, adapter: AdapterRequest | None, *, optimizer: bool
+    ) -> dict[str, Any]:
         chosen = body.get("optimizer_config")
         if isinstance(chosen, dict) and chosen.get("type", "adamw") != "adamw":
             raise NotAvailable.unavailable(f"optimizer_config {chosen['type']}", "the optimizer is AdamW")
@@ -155,13 +175,12 @@ class Service:
         if request_id in self.futures:
             return {"request_id": request_id, "model_id": model_id}
         metadata = body.get("user_metadata")
-        model = TrainingRun(model_id, session)
-        if address is not None:
-            self.served.store.find(address)
+        model = TrainingRun(model_id, session, adapter)
 
         async def create() -> dict[str, Any]:
-            await self._models.load(model, lambda: self._trained(address, optimizer))
-            self.served.store.add_run(model_id, self.served.names[0], metadata if isinstance(metadata, dict) else None)
+            await self._models.load(model, lambda: self._trained(address, adapter, optimizer))
+            about = metadata if isinstance(metadata, dict) else None
+            self.served.store.add_run(model_id, self.served.names[0], about, adapter.about if adapter else None)
             log.info("model %s starts with the weights of %s", model_id, address or self.served.names[0])
             return {"type": "create_model" if address is None else "load_weights", "model_id": model_id}
 
@@ -172,11 +191,11 @@ class Service:
         self.futures.add(request_id, begin)
         return {"request_id": request_id, "model_id": model_id}
 
-    def _trained(self, address: str | None, optimizer: bool) -> TrainedModel:
+    def _trained(self, address: str | None, adapter: AdapterRequest | None, optimizer: bool) -> TrainedModel:
         start = None if address is None else self.served.store.find(address)[1]
         return TrainedModel(
             str(self.served.directory), bf16=self.served.bf16, start=start, optimizer=optimizer,
-            closing=self._models.closing,
+            closing=self._models.closing, adapter=adapter, shared=self._shared,
         )  # fmt: skip
 
     def forward_backward(self, body: bytes) -> dict[str, Any]:
@@ -250,19 +269,21 @@ class Service:
         model = self._models.find(text(body, "model_id"))
         data = {"arch": None, "model_name": self.served.names[0], "tokenizer_id": str(self.served.directory)}
         return {
-            "type": "get_info", "model_data": data, "model_id": model.model_id, "is_lora": False, "lora_rank": None,
-            "model_name": self.served.names[0],
+            "type": "get_info", "model_data": data, "model_id": model.model_id, "is_lora": model.adapter is not None,
+            "lora_rank": model.adapter.rank if model.adapter else None, "model_name": self.served.names[0],
         }  # fmt: skip
 
     def weights_info(self, body: Body) -> dict[str, Any]:
-        run, _ = self.served.store.find(text(body, "tinker_path"))
-        return {"base_model": self.served.store.run(run)["base_model"], "is_lora": False}
+        address = text(body, "tinker_path")
+        run, _ = self.served.store.find(address)
+        return {"base_model": self.served.store.run(run)["base_model"], **_described(self._adapter_of(address))}
 
     def training_run(self, run: str) -> dict[str, Any]:
         about, checkpoints = self.served.store.run(run), list(self.served.store.checkpoints(run))
         newest = {each["checkpoint_type"]: each for each in checkpoints}
         return {
-            "training_run_id": run, "base_model": about["base_model"], "model_owner": "local", "is_lora": False,
+            "training_run_id": run, "base_model": about["base_model"], "model_owner": "local",
+            **_described(AdapterRequest.known(about.get("lora"))),
             "last_request_time": about["time"], "user_metadata": about["user_metadata"] or None,
             "last_checkpoint": newest.get("training"), "last_sampler_checkpoint": newest.get("sampler"),
         }  # fmt: skip
@@ -327,3 +348,11 @@ class Service:
     async def close(self) -> None:
         await self.futures.close()
         self._models.close()
+
+
+def _described(adapter: AdapterRequest | None) -> dict[str, Any]:
+    return {"is_lora": False} if adapter is None else {"is_lora": True, **adapter.answer}
+
+
+def _named(adapter: AdapterRequest | None) -> str:
+    return "full weights" if adapter is None else f"a LoRA adapter of rank {adapter.rank}"

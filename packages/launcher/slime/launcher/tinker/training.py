@@ -1,7 +1,7 @@
 """A model that is trained by requests: passes that accumulate gradients, and optimizer steps that use them.
 
-Its backend is the trainer's, with the trainer's packed rows and log-probs. All weights train; the protocol's LoRA
-parameters have no effect. Used on one thread.
+Its backend is the trainer's, with the trainer's packed rows and log-probs. A LoRA adapter trains, or all weights. Used
+on one thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.launcher.tinker.adapters import AdapterRequest, SharedBase, layers_of
 from slime.launcher.tinker.losses import check_config, find_loss
 from slime.launcher.tinker.requests import Adam, Datum, PassRequest
 from slime.launcher.tinker.results import encode_pass
@@ -23,6 +24,7 @@ from slime.trainer.backends.base import Outputs
 from slime.trainer.backends.fsdp.backend import FsdpBackend
 from slime.trainer.backends.fsdp.optimizer import AdamWStep
 from slime.trainer.batching.packing import PackedBatch
+from slime.trainer.checkpoints.adapter import ADAPTER_DIR
 from slime.trainer.checkpoints.checkpoint import (
     HuggingFaceCheckpoints,
     TrainerState,
@@ -39,7 +41,8 @@ from slime.types.settings import build
 
 class TrainedModel:
     """A model in training. start: a checkpoint or snapshot to begin with in place of the base model; optimizer: load
-    the checkpoint's optimizer, too. closing: once it is set, a pass stops after the row that it computes."""
+    the checkpoint's optimizer, too. closing: once it is set, a pass stops after the row that it computes. adapter: the
+    LoRA adapter that trains, on a model of `shared`; None trains all weights."""
 
     def __init__(
         self,
@@ -49,19 +52,30 @@ class TrainedModel:
         start: Path | None = None,
         optimizer: bool = False,
         closing: threading.Event | None = None,
+        adapter: AdapterRequest | None = None,
+        shared: SharedBase | None = None,
     ) -> None:
         state = read_state(str(start)) if start is not None and optimizer else None
         if state is not None and not state.has_optimizer:
             raise WrongState(f"{start} holds weights only: load it without the optimizer", field="optimizer")
         self._closing = closing or threading.Event()
         device = pick_device(0)
-        values = {"hf_checkpoint": base, "train_backend": "fsdp", "bf16": bf16, "compile": False}
+        values: dict[str, Any] = {"hf_checkpoint": base, "train_backend": "fsdp", "bf16": bf16, "compile": False}
+        model = None
+        if adapter is not None:
+            model = (shared or SharedBase(base, bf16=bf16, device=device)).model()
+            values |= {"lora_rank": adapter.rank, "lora_target_modules": layers_of(model, adapter)}
+            if adapter.seed is not None:
+                values["seed"] = adapter.seed
+            if start is not None and (start / ADAPTER_DIR).is_dir():
+                # Weights for samplers are merged, and have the adapter below them.
+                start = start / ADAPTER_DIR
         settings: TrainerSettings = build(TrainerSettings, values)
         prepare_process(settings)
         self._base = Path(base)
         self._ranks = Ranks(0, 1, "", 1.0)
         self._backend = FsdpBackend(
-            settings.on(device.type), self._ranks, device, None if start is None else str(start)
+            settings.on(device.type), self._ranks, device, None if start is None else str(start), model
         )
         if state is not None:
             HuggingFaceCheckpoints(self._backend, self._ranks, self._base).load(str(start), state)
@@ -137,9 +151,11 @@ class TrainedModel:
         save_checkpoint(path, self._backend, self._ranks, state, self._base)
 
     def write(self, path: Path) -> None:
-        """Writes only the weights, as a Hugging Face directory that engines load."""
+        """Writes only the weights, as a Hugging Face directory that engines load; below it, the adapter that it is
+        merged with."""
         dtype = torch.bfloat16 if self._backend.settings.bf16 else torch.float32
-        write_model(path, self._backend.named_weights(dtype=dtype), self._backend.weight_sizes(), dtype, self._base)
+        weights, sizes = self._backend.named_weights(dtype=dtype), self._backend.weight_sizes()
+        write_model(path, weights, sizes, dtype, self._base, adapter=self._backend.adapter())
 
 
 def _loss_inputs(

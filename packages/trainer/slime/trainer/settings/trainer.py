@@ -98,8 +98,8 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     lora_alpha: float = setting(32.0, "Alpha of the LoRA adapters: their update is scaled by alpha / rank", above=0)
     lora_target_modules: list[str] = setting(
         lambda: [ALL_LINEAR],
-        "Linear layers that get LoRA adapters, by the ends of their names: q_proj v_proj; or all-linear, those of the "
-        "decoder without the output layer",
+        "Linear layers that get LoRA adapters, by the ends of their names: q_proj v_proj; all-linear stands for all of "
+        "the decoder, without the output layer: all-linear lm_head takes that too",
         metavar="NAME",
     )
 

@@ -61,13 +61,21 @@ class FsdpBackend(Backend):
     _passes_class = Passes
 
     def __init__(
-        self, settings: TrainerSettings, ranks: Ranks, device: torch.device, weights: str | None = None
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        device: torch.device,
+        weights: str | None = None,
+        base: nn.Module | None = None,
     ) -> None:
-        """weights: a Hugging Face directory in place of `settings.hf_checkpoint` (a checkpoint to resume from)."""
+        """weights: a Hugging Face directory in place of `settings.hf_checkpoint` (a checkpoint to resume from).
+        base: with LoRA, the loaded model; its weights stay as they are."""
         self.settings = settings
         self.ranks = ranks
         self.device = device
-        policy, flag = self._load(None if settings.lora_rank else weights)
+        policy, flag = (
+            self._load(None if settings.lora_rank else weights) if base is None else (base, "--hf-checkpoint")
+        )
         self._other_in_files = other_in_files(policy, flag)
         config = policy.config.get_text_config()
         self.vocab_size = config.vocab_size

@@ -111,7 +111,7 @@ def add_adapters(model: Any, settings: TrainerSettings) -> Adapters:
 
 
 def target_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Returns linear layers of the decoder by name: all but the output layer, or those whose names end like `targets`,
+    """Returns linear layers by name: all of the decoder for "all-linear", and those whose names end like a target,
     among which the output layer may be.
 
     Raises InvalidSetting for a name without a layer, NotAvailable for an output layer that is the embedding.
@@ -119,12 +119,12 @@ def target_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
     names = {module: name for name, module in model.named_modules()}
     inner = [m for layer in decoder_layers(model) for m in layer.modules() if isinstance(m, nn.Linear)]
     head = model.get_output_embeddings()
-    if list(targets) == [ALL_LINEAR]:
-        return {names[module]: module for module in inner}
     possible = {names[module]: module for module in (*inner, head) if isinstance(module, nn.Linear)}
     found: dict[str, nn.Linear] = {}
     for target in targets:
         ending = {name: module for name, module in possible.items() if f".{name}".endswith(f".{target}")}
+        if target == ALL_LINEAR:
+            ending = {names[module]: module for module in inner}
         if not ending:
             raise InvalidSetting.must_be(
                 "--lora-target-modules", f"{ALL_LINEAR}, or names of linear layers: {', '.join(_ends(possible))}",
