@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from trainer_float64 import reference_log_probs
-from trainer_lora import LAYERS, Lora64, write_adapter
+from trainer_float64 import LORA_LAYERS, Lora64, reference_log_probs, write_adapter
 from trainer_tiny import Runner, make_samples, make_settings, write_fp8_model, write_model
 
 from slime.trainer.backends.base import REFERENCE
@@ -62,7 +61,7 @@ def test_a_layer_is_its_weight_and_an_update_of_low_rank(rank: int, alpha: float
 def test_a_step_equals_its_float64_reference(model: str, tmp_path: Path, values: dict[str, Any]):
     s = make_settings(model, **{"lora_rank": RANK, "lora_alpha": 6.0} | values)
     names = {name.rpartition(".")[2] for name in s.lora_target_modules}
-    start = write_adapter(tmp_path / "adapter", s, ends=(*(LAYERS if "all-linear" in names else ()), *names))
+    start = write_adapter(tmp_path / "adapter", s, ends=(*(LORA_LAYERS if "all-linear" in names else ()), *names))
     reference = Lora64(model, load_file(Path(start) / "adapter_model.safetensors"), 6.0 / s.lora_rank)
     runner, samples, loss = Runner(s, weights=start), make_samples(), 0.0
     metrics = runner.run(0, samples)
@@ -235,5 +234,5 @@ def test_another_adapter_than_the_settings_describe_is_refused(model: str, tmp_p
         Runner(s, weights=start)
     config = json.loads((Path(start) / "adapter_config.json").read_text())
     (Path(start) / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(InvalidFile, match="use_dora is True, which is not supported"):
+    with pytest.raises(InvalidFile, match="expected use_dora False, got True"):
         Runner(s, weights=start)

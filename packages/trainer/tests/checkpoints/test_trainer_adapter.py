@@ -54,7 +54,7 @@ def test_an_exported_model_has_the_merged_weights_and_the_adapter_below(exported
 
 
 def test_peft_loads_the_adapter_and_computes_the_merged_model(exported: Path, model: str):
-    """Where peft is installed; the test above checks names and shapes without it."""
+    """Skipped without peft; the test above checks names and shapes."""
     peft = pytest.importorskip("peft")
     merged, base = AutoModelForCausalLM.from_pretrained(exported), AutoModelForCausalLM.from_pretrained(model)
     plain = logits(base)

@@ -31,8 +31,8 @@ NAME = re.compile(r"(?:step|iter)_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
 # Attempts to open the newest checkpoint of a run that deletes old ones.
 ATTEMPTS = 10
-# Files of plain weights that training can start from: a Hugging Face model or a converted torch_dist one.
-MODEL_FILES = ("config.json", ".metadata", TRACKER)
+# Files of plain weights that training can start from: a Hugging Face model, a converted torch_dist one, a LoRA adapter.
+MODEL_FILES = ("config.json", ".metadata", TRACKER, "adapter_config.json")
 
 
 def checkpoint_path(directory: Path, step: int, backend: str) -> Path:

@@ -82,8 +82,8 @@ def read_rank(path: Path) -> tuple[int, float]:
     for name, plain in _PLAIN.items():
         if about.get(name) not in (plain, None):
             raise InvalidFile(
-                f"--load: {path / CONFIG_FILE}: {name} is {about[name]}, which is not supported", field="--load",
-                value=name, expected=str(plain),
+                f"--load: {path / CONFIG_FILE}: expected {name} {plain}, got {about[name]}", field="--load", value=name,
+                expected=str(plain),
             )  # fmt: skip
     return rank, alpha
 

@@ -39,7 +39,7 @@ FORMAT = 1
 STATE_FILE = "trainer.json"
 PLACE_FILE = "data_place.jsonl"
 TRACKER = "latest_checkpointed_iteration.txt"
-# Files that a Hugging Face or a torch_dist directory has.
+# Files that a Hugging Face or a torch_dist directory has, or one of a LoRA adapter.
 MODEL_FILES = ("config.json", ".metadata", TRACKER, CONFIG_FILE)
 log = logging.getLogger(__name__)
 OPTIMIZER_DIR = "optimizer"

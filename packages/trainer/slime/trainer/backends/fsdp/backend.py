@@ -337,7 +337,7 @@ class FsdpBackend(Backend):
                 yield from self._in_files(name, self._whole(name, tensor, dtype))
                 continue
             assert self.adapters is not None
-            # What the model computes with: in `dtype`, the product in float32.
+            # Rounded to `dtype` before they are multiplied, as the model has them.
             a, b = (self._whole(part, updates[part], dtype) for part in parts)
             merged = self.adapters.merged(self._whole(name, tensor, None), a, b)
             yield from self._in_files(name, merged if dtype is None else merged.to(dtype))
