@@ -33,6 +33,7 @@ VARIANTS = {
     "sequence tis": ("--use-tis", "--tis-mode", "sequence_truncate"),
     "icepop": ("--use-tis", "--tis-mode", "token_mask", "--tis-clip-low", "0.5"),
     "mis": ("--use-tis", "--tis-mode", "sequence_mask", "--tis-clip-low", "0.5"),
+    "lora": ("--lora-rank", "32", "--lora-target-modules", "all-linear", "lm_head", "--lr", "3e-3"),
     # The right answer has five tokens.
     "overlong": ("--overlong-mask", "--overlong-buffer-len", "2", "--rollout-max-response-len", "8"),
 }

@@ -167,6 +167,21 @@ def test_the_policy_becomes_the_reference(model: str):
     assert runner.run(3)["train/kl_loss"] != pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_older_adapters_score_as_they_did(model: str, bf16: bool):
+    runner, samples = Runner(make_settings(model, lora_rank=RANK, bf16=bf16)), make_samples()
+    n = len(samples)
+    batch = pack(samples, range(n), [0.0] * n, [1.0] * n, share_prompts=True, device=runner.backend.device)
+    runner.run(0)
+    before = runner.backend.log_probs([batch])[0]
+    runner.backend.keep("old")
+    runner.run(1)
+    weights = runner.weights()
+    (old,) = runner.backend.scores([batch], of="old")
+    assert torch.equal(old.log_probs, before) and not torch.equal(runner.backend.log_probs([batch])[0], before)
+    assert all(torch.equal(weights[name], weight) for name, weight in runner.weights().items())
+
+
 def test_experts_stay_as_they_are_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     runner = Runner(make_settings(write_model(tmp_path / "m", experts=4), lora_rank=RANK))
     assert "LoRA trains no experts of this model, but its other linear layers: k_proj, o_proj" in caplog.text

@@ -13,6 +13,7 @@ from slime.trainer.step.device_memory import PARTS, DeviceMemory
 BACKENDS: dict[str, dict[str, Any]] = {
     "fsdp": {"train_backend": "fsdp", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "fsdp-bf16": {"train_backend": "fsdp", "use_kl_loss": True, "kl_loss_coef": 0.1, "bf16": True},
+    "fsdp-lora": {"train_backend": "fsdp", "use_kl_loss": True, "kl_loss_coef": 0.1, "bf16": True, "lora_rank": 4},
     "megatron": {"train_backend": "megatron", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "megatron-bf16": {"train_backend": "megatron", "bf16": True},
 }

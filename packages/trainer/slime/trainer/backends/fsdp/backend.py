@@ -98,6 +98,9 @@ class FsdpBackend(Backend):
             raise InvalidSetting.requires(
                 "--true-on-policy-mode", "--fsdp-sharding optimizer", "a layer's weights are needed outside of its turn"
             )
+        if self.adapters is not None and settings.bf16 and (bf16_copy or loading.shards_two_types()):
+            # Before the model is on the device, which never holds more of the frozen weights than it computes with.
+            loading.round_parameters(policy)
         self.policy = self._place(policy)
         self._master = MasterWeights(self.policy, ranks.rank, ranks.world_size) if bf16_copy else None
         self.snapshots = Snapshots([self.policy] if self.adapters is None else self.adapters.modules)
@@ -158,9 +161,6 @@ class FsdpBackend(Backend):
         if weights:
             shapes = {name: p.shape for name, p in policy.named_parameters() if name in adapters.names}
             adapters.load(read_adapter(weights, adapters.config, shapes))
-        if s.bf16:
-            # Before it is on the device, which never holds more of the base model than it computes with.
-            loading.round_parameters(policy)
         return adapters
 
     def _attach_routing(self, policy: nn.Module) -> RoutingReplay | None:

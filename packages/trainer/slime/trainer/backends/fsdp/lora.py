@@ -107,6 +107,13 @@ def add_adapters(model: Any, settings: TrainerSettings) -> Adapters:
         model.set_submodule(name, layer)
     if experts_of(model.config.to_dict()) is not None:
         log.warning("LoRA trains no experts of this model, but its other linear layers: %s", ", ".join(_ends(adapted)))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    log.info(
+        "LoRA trains %s numbers in %s layers, beside %s that are frozen",
+        f"{trained:,}",
+        len(adapted),
+        f"{sum(p.numel() for p in model.parameters()) - trained:,}",
+    )
     return Adapters(adapted, AdapterConfig(base, rank, alpha, tuple(_described(model, adapted))))
 
 

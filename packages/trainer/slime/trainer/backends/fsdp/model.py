@@ -155,6 +155,11 @@ def shard(model: nn.Module, device_type: str, world_size: int, *, bf16: bool) ->
     return fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
+def shards_two_types() -> bool:
+    """Tells whether FSDP2 takes frozen parameters of another type beside those that train; torch 2.7 does not."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+
+
 def round_parameters(model: nn.Module) -> None:
     """Rounds parameters that do not train to bfloat16. Buffers (rotary frequencies) keep their type, as under FSDP2."""
     for parameter in model.parameters():
