@@ -35,6 +35,8 @@ def test_an_exported_model_has_the_merged_weights_and_the_adapter_below(exported
     merged, base = load_file(exported / "model.safetensors"), load_file(Path(model) / "model.safetensors")
     adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
     config = json.loads((exported / "adapter" / "adapter_config.json").read_text())
+    # Engines of other users read it.
+    assert {file.stat().st_mode & 0o777 for file in (exported / "adapter").iterdir()} == {0o644}
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, 6)
     assert config["base_model_name_or_path"] == model
     assert config["target_modules"] == sorted(

@@ -195,7 +195,7 @@ def write(
     def flush() -> None:
         nonlocal waiting, waiting_bytes
         path = directory / f".shard-{len(shards):05d}"
-        _save(path, waiting)
+        write_file(path, waiting)
         shards.append((path, list(waiting)))
         waiting, waiting_bytes = {}, 0
 
@@ -219,7 +219,8 @@ def write(
     return files
 
 
-def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes one file. Raises OutOfSpace."""
     from safetensors.torch import save_file
 
     with disk_errors(path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slime.converters.files.safetensors_dir import write_file
 from slime.trainer.checkpoints.hf_directory import NamedTensors, as_dtype
 from slime.types.errors import InvalidFile, InvalidSetting
 
@@ -60,12 +61,10 @@ class Adapter:
     elements: int
 
     def write(self, directory: Path) -> None:
-        """Writes both files into an existing directory."""
-        from safetensors.torch import save_file
-
+        """Writes both files into an existing directory. Raises OutOfSpace."""
         (directory / CONFIG_FILE).write_text(self.config.as_json())
         tensors = {_PREFIX + name: tensor for name, tensor in as_dtype(self.weights, torch.float32)}
-        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_file(directory / WEIGHTS_FILE, tensors)
 
 
 def has_adapter(path: str) -> bool:

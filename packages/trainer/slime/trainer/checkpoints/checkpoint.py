@@ -249,7 +249,8 @@ def write_model(
     """
     kept = _sizes_in(source, untrained)
     size = (sum(sizes.values()) + sum(kept.values())) * dtype.itemsize
-    with whole_directory(path, WRITER, need_bytes=size) as directory:
+    need = size + (torch.float32.itemsize * adapter.elements if adapter is not None else 0)
+    with whole_directory(path, WRITER, need_bytes=need) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
         untrained = _of_source(source, list(kept))
         write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(untrained, dtype)))
