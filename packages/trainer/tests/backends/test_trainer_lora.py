@@ -13,11 +13,12 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trainer_float64 import LORA_LAYERS, Lora64, reference_log_probs, write_adapter
-from trainer_tiny import Runner, make_samples, make_settings, write_fp8_model, write_model
+from trainer_tiny import Runner, alone, make_samples, make_settings, write_fp8_model, write_model
 
 from slime.trainer.backends.base import REFERENCE
 from slime.trainer.backends.fsdp.lora import LoraLinear
 from slime.trainer.batching.packing import pack
+from slime.trainer.checkpoints import checkpoint
 from slime.trainer.settings.sharding import whole_bytes
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 
@@ -142,8 +143,10 @@ def test_adapters_begin_the_same_for_a_seed_and_differ_between_seeds(model: str)
     assert torch.equal(adapter(1), adapter(1)) and not torch.equal(adapter(1), adapter(2))
 
 
-@pytest.mark.parametrize("values", [{}, {"bf16": True}])
+@pytest.mark.parametrize("values", [{}, {"bf16": True}, {"use_routing_replay": True, "num_steps_per_rollout": 2}])
 def test_the_reference_is_the_policy_without_adapters(model: str, tmp_path: Path, values: dict[str, Any]):
+    if "use_routing_replay" in values:
+        model = write_model(tmp_path / "experts", experts=4)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, **values}
     lora = Runner(make_settings(model, lora_rank=RANK, ref_load=model, **kl))
     assert lora.backend.reference is None
@@ -153,7 +156,7 @@ def test_the_reference_is_the_policy_without_adapters(model: str, tmp_path: Path
     for step in range(3):
         got, expected = lora.run(step), loaded.run(step)
         assert got["train/kl_loss"] == expected["train/kl_loss"]
-        assert (got["train/kl_loss"] != 0.0) == (step > 0)
+        assert (got["train/kl_loss"] != 0.0) == (step > 0 or "num_steps_per_rollout" in values)
     weights = loaded.weights()
     assert all(torch.equal(weights[name], weight) for name, weight in lora.weights().items())
 
@@ -180,6 +183,18 @@ def test_older_adapters_score_as_they_did(model: str, bf16: bool):
     (old,) = runner.backend.scores([batch], of="old")
     assert torch.equal(old.log_probs, before) and not torch.equal(runner.backend.log_probs([batch])[0], before)
     assert all(torch.equal(weights[name], weight) for name, weight in runner.weights().items())
+
+
+def test_a_critic_beside_adapters_trains_all_of_its_weights(model: str, tmp_path: Path):
+    s = make_settings(model, lora_rank=RANK, advantage_estimator="ppo", num_steps_per_rollout=2)
+    runner = Runner(s)
+    before = {name: weight.clone() for name, weight in runner.critic.named_weights()}
+    runner.run(0)
+    assert not any(torch.equal(before[name], weight) for name, weight in runner.critic.named_weights())
+    state = checkpoint.TrainerState(step=0, updates=runner.backend.updates)
+    checkpoint.save_checkpoint(tmp_path / "c", runner.backend, alone(), state, Path(model), critic=runner.critic)
+    assert (tmp_path / "c" / "adapter_config.json").is_file() and not (tmp_path / "c" / "model.safetensors").exists()
+    assert load_file(tmp_path / "c" / "critic" / "model.safetensors").keys() == before.keys()
 
 
 def test_experts_stay_as_they_are_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):

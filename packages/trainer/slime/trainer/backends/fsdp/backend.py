@@ -252,9 +252,14 @@ class FsdpBackend(Backend):
             others = self.adapters.switched_off()
         else:
             raise WrongState("no reference model was loaded" if of == REFERENCE else f"no weights were kept as {of}")
+        replay = self._routing
+        if of == REFERENCE and replay is not None:
+            # As a model of its own it chooses experts by itself, and what the policy chose stays recorded.
+            replay.scores()
+            replay = None
         loading.reshard(self.policy)
         with others:
-            found = self._passes.scores(self.policy, batches, entropy, self._routing)
+            found = self._passes.scores(self.policy, batches, entropy, replay)
             loading.reshard(self.policy)
         return found
 
