@@ -27,7 +27,6 @@ from slime.trainer.backends.base import (
     Outputs,
 )
 from slime.trainer.backends.fsdp import model as loading
-from slime.trainer.backends.fsdp import routing
 from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
 from slime.trainer.backends.fsdp.delta_net import has_state
 from slime.trainer.backends.fsdp.lora import Adapters, add_adapters
@@ -36,9 +35,9 @@ from slime.trainer.backends.fsdp.names import disk_parts, left_out, other_in_fil
 from slime.trainer.backends.fsdp.on_policy import EngineForward
 from slime.trainer.backends.fsdp.optimizer import AdamWStep, PolicyOptimizer
 from slime.trainer.backends.fsdp.passes import Passes
+from slime.trainer.backends.fsdp.routing import replay_of
 from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
 from slime.trainer.backends.learning_rate import learning_rate
-from slime.trainer.backends.routing import RoutingReplay, replays_routing
 from slime.trainer.backends.snapshots import Snapshots, local
 from slime.trainer.checkpoints.adapter import Adapter, read_adapter
 from slime.trainer.checkpoints.hf_directory import NamedTensors
@@ -46,7 +45,7 @@ from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.on_policy import check_engine_layers, uses_engine_kernels
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole, whole_bytes
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.types.errors import InvalidSetting, NotAvailable, WrongState
+from slime.types.errors import InvalidSetting, WrongState
 from slime.types.models.experts import experts_of
 from slime.types.models.vision import vision_of
 
@@ -88,7 +87,9 @@ class FsdpBackend(Backend):
         self._engine = self._engine_forward(policy.config)
         if settings.gradient_checkpointing and self._engine is None:
             loading.enable_recomputation(policy)
-        self._routing = self._attach_routing(policy)
+        self._routing = replay_of(policy, settings) if self._replays_routing else None
+        if self._routing is not None and settings.use_rollout_routing_replay:
+            self.replayed_experts = experts_of(policy.config.to_dict())
         # Replayed experts change with each row, and compiled layers do not see that.
         compiles = settings.compile and self._routing is None
         self._compiler = Compiler(settings.activation_memory_budget) if compiles else None
@@ -162,22 +163,6 @@ class FsdpBackend(Backend):
             shapes = {name: p.shape for name, p in policy.named_parameters() if name in adapters.names}
             adapters.load(read_adapter(weights, adapters.config, shapes))
         return adapters
-
-    def _attach_routing(self, policy: nn.Module) -> RoutingReplay | None:
-        s = self.settings
-        shape = experts_of(policy.config.to_dict())
-        if not self._replays_routing or not replays_routing(s, shape is not None):
-            return None
-        layers = routing.attach(policy)
-        if not layers:
-            name = type(policy).__name__
-            raise NotAvailable(f"experts of {name} cannot be replayed: its routers have another form", field=name)
-        replay = RoutingReplay(layers, from_rollout=s.use_rollout_routing_replay)
-        if s.use_rollout_routing_replay:
-            self.replayed_experts = shape
-        if s.compile:
-            log.info("the model is trained without torch.compile: experts are replayed")
-        return replay
 
     def _load_compared(self, path: str, flag: str) -> nn.Module:
         """Loads a model that scores the policy's rows and does not train."""

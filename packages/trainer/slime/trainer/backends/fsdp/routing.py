@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +12,30 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slime.trainer.backends.routing import LayerRouting
+from slime.trainer.backends.routing import LayerRouting, RoutingReplay, replays_routing
+from slime.trainer.settings.trainer import TrainerSettings
+from slime.types.errors import NotAvailable
 from slime.types.models.experts import experts_of
 
+log = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def replay_of(model: nn.Module, settings: TrainerSettings) -> RoutingReplay | None:
+    """Returns the replay that the model's routers ask from now on; None where nothing is to be replayed.
+
+    Raises NotAvailable for routers of another form.
+    """
+    if not replays_routing(settings, experts_of(model.config.to_dict()) is not None):
+        return None
+    layers = attach(model)
+    if not layers:
+        name = type(model).__name__
+        raise NotAvailable(f"experts of {name} cannot be replayed: its routers have another form", field=name)
+    if settings.compile:
+        log.info("the model is trained without torch.compile: experts are replayed")
+    return RoutingReplay(layers, from_rollout=settings.use_rollout_routing_replay)
 
 
 def attach(model: nn.Module) -> list[LayerRouting]:
