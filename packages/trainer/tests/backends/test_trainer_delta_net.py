@@ -24,8 +24,8 @@ from trainer_tiny import (
 )
 
 from slime.converters.files.safetensors_dir import SafetensorsDir
+from slime.trainer.backends.delta_net import packed_delta_net
 from slime.trainer.backends.delta_rule import causal_convolution, gated_delta_rule
-from slime.trainer.backends.fsdp.delta_net import packed_delta_net
 from slime.trainer.backends.fsdp.model import load_model
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.runs import Runs

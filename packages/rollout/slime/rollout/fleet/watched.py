@@ -31,7 +31,6 @@ from slime.rollout.fleet.router import Router
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 CONCURRENCY = "rollout/concurrency"
@@ -47,8 +46,8 @@ class FleetOptions:
     concurrency: samples in flight per engine, at most where the limit is tuned. tunes_concurrency: whether the limit of
     each engine follows the engine's load. routed_experts: whether answers hold the experts chosen for each token.
     nuclei: whether answers hold the token ids that top-p and top-k left to sample from, where the engine returns them.
-    stream_interval: tokens after which engines hand over what they have; 0: only whole answers; None: the default
-    of each engine's kind. restarts: None makes the whole fleet fail with its first lost engine.
+    stream_interval: tokens after which engines hand over what they have; 0: only whole answers; None: the default of
+    each engine's kind. restarts: None makes the whole fleet fail with its first lost engine.
     """
 
     concurrency: int = 512
@@ -128,8 +127,7 @@ class WatchedEngines(ChangingMembers):
         return all(member.abilities.seeded for member in self.members)
 
     def start(self, *, absent_leave: bool = False) -> None:
-        """Reads the abilities of all engines and begins to watch them. Raises EngineError or
-        DeadlineExceeded if one does not answer.
+        """Reads the abilities of all engines, and watches them. Raises EngineError or DeadlineExceeded for silent ones.
 
         absent_leave: engines from outside the run that do not answer leave the fleet, while others are left.
         """
@@ -139,8 +137,7 @@ class WatchedEngines(ChangingMembers):
         self._failed = asyncio.get_running_loop().create_future()
         # Read here, so that asyncio does not warn about an exception that was never retrieved.
         self._failed.add_done_callback(lambda future: future.cancelled() or future.exception())
-        learning = (member.learn_in_time() for member in self.members)
-        answers = await asyncio.gather(*learning, return_exceptions=True)
+        answers = await asyncio.gather(*(each.learn_in_time() for each in self.members), return_exceptions=True)
         for member, error in zip(list(self.members), answers, strict=True):
             if error is None:
                 self._watch(member)

@@ -20,7 +20,7 @@ VARIABLE = "SLIME_SAMPLES_IN_ONE_PASS"
 GROUP, NAME = "sglang.srt.plugins", "slime"
 # A variable of SGLang's: log-probs are those of before the temperature.
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-# What `forward` uses: the parameters of `Sampler.forward`, attributes of a sampler, and fields of `SamplingBatchInfo`.
+# Parameters of `Sampler.forward`, attributes of a sampler and fields of `SamplingBatchInfo` that `forward` uses.
 _PARAMETERS = (
     "self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions",
 )  # fmt: skip

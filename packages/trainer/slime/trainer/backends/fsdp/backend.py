@@ -26,9 +26,9 @@ from slime.trainer.backends.base import (
     NonFiniteGradient,
     Outputs,
 )
+from slime.trainer.backends.delta_net import has_state
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
-from slime.trainer.backends.fsdp.delta_net import has_state
 from slime.trainer.backends.fsdp.lora import Adapters, add_adapters
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, left_out, other_in_files

@@ -10,8 +10,8 @@ from torch import nn
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.quantization_config import block_size, quantization_of
+from slime.trainer.backends.delta_net import FAMILIES, use_packed_delta_nets
 from slime.trainer.backends.fsdp.attention import use_packed_attention
-from slime.trainer.backends.fsdp.delta_net import FAMILIES, use_packed_delta_nets
 from slime.trainer.backends.fsdp.vision import accept_images
 from slime.trainer.checkpoints.adapter import has_adapter
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
