@@ -10,8 +10,8 @@ the least with probability p_i, and so of log E_i - x_i, since p_i is exp(x_i) u
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pants: no-infer-dep
+import triton.language as tl  # pants: no-infer-dep
 from torch import Tensor
 
 _BLOCK, _WARPS = 4096, 8
