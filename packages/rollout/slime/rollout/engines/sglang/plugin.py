@@ -45,9 +45,9 @@ def register() -> None:
     """Hooks SGLang's sampler, if the environment asks for it and its form is known."""
     if not os.environ.get(VARIABLE):
         return
-    from sglang.srt.layers import sampler
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.layers import sampler  # pants: no-infer-dep
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pants: no-infer-dep
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # pants: no-infer-dep
 
     known = (
         tuple(inspect.signature(sampler.Sampler.forward).parameters) == _PARAMETERS
