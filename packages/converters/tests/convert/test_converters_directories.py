@@ -15,17 +15,28 @@ from typing import Any
 import pytest
 import torch
 from converters_tiny import QWEN3, all_files, hf_directory, names
+from safetensors.torch import save_file
 
 from slime.converters.cli import main
-from slime.converters.convert import hf_to_torch_dist, torch_dist_to_hf
+from slime.converters.convert import hf_to_hf, hf_to_torch_dist, torch_dist_to_hf
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.converters.inspection.verify import compare
 from slime.converters.torch_dist import writer
 from slime.converters.torch_dist.reader import TorchDist
 from slime.types.directories import WholeDirectory, whole_directory
-from slime.types.errors import InvalidSetting, MissingFile, OutOfSpace
+from slime.types.errors import InvalidSetting, MissingFile, NotAvailable, OutOfSpace
 
 NUM_GPUS = 0
+
+
+def test_a_directory_of_a_lora_adapter_is_no_model(tmp_path: Path) -> None:
+    source = hf_directory(tmp_path / "hf")
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    save_file({"base_model.model.a.lora_A.weight": torch.zeros(1, 1)}, source / "adapter_model.safetensors")
+    with pytest.raises(NotAvailable, match="as a model is not supported yet: it holds a LoRA adapter"):
+        hf_to_hf.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_was_made_of_the_same_files_is_kept(tmp_path: Path) -> None:

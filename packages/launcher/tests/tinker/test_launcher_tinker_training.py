@@ -154,10 +154,13 @@ def test_targets_need_not_be_the_next_tokens(directory: Path) -> None:
 
 def test_a_prompt_that_data_share_is_laid_out_once(directory: Path) -> None:
     data = group(1, ("weights",))
-    row, *more = rows_module.make_rows(data, [5, 5, 5, 0], gather=False, device=torch.device("cpu"))
+    row, *more = rows_module.make_rows(data, [5, 5, 5, 0], share=True, gather=False, device=torch.device("cpu"))
     assert not more
     assert row.batch.tokens.shape[1] == 6 + (7 + 4 + 9 - 3) + 4
     assert [len(places) for places in row.places] == [len(datum.tokens) for datum in data]
+    (row,) = rows_module.make_rows(data, [5, 5, 5, 0], share=False, gather=False, device=torch.device("cpu"))
+    assert row.batch.tokens.shape[1] == sum(len(datum.tokens) for datum in data)
+    assert [len(set(places)) for places in row.places] == [len(datum.tokens) for datum in data]
 
 
 def test_a_step_after_a_failed_pass_is_refused_once_and_changes_nothing(directory: Path) -> None:

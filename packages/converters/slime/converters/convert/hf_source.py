@@ -26,6 +26,8 @@ from slime.types.errors import InvalidFile, NotAvailable, NotFound
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHOWN = 10
+# Weights of a LoRA adapter, in the format of the library peft.
+ADAPTER = "adapter_model.safetensors"
 
 
 class HfSource:
@@ -38,6 +40,11 @@ class HfSource:
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
         self.weights = SafetensorsDir(path)
         self.path = self.weights.path
+        if [file.name for file in self.weights.files] == [ADAPTER]:
+            raise NotAvailable.unavailable(
+                f"{self.path} as a model", "it holds a LoRA adapter, without the weights under it",
+                "the model that a run writes at its end, or --save-hf during it: both are merged",
+            )  # fmt: skip
         self.scales = {
             name: name.removesuffix(SCALE_SUFFIX) for name in self.weights.tensors if name.endswith(SCALE_SUFFIX)
         }

@@ -13,7 +13,7 @@ from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
 from slime.launcher.run_directory.earlier_run import MODEL
 from slime.types.config_files import load, read_config
-from slime.types.errors import InvalidFile, MissingFile
+from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 from slime.types.files import read_regular
 
 # The heading that `config.record` writes above each command.
@@ -73,7 +73,13 @@ class RecordedRun:
                 f"RUN {self.path} has neither a trained model nor a checkpoint: {self.why_unsaved}",
                 field="RUN", value=str(self.path),
             )  # fmt: skip
-        return Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))
+        found = Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))
+        if (found / "adapter_config.json").is_file():
+            raise NotAvailable.unavailable(
+                f"{found} as a model", "it holds a LoRA adapter, without the weights under it",
+                f"the trained model that `slime resume {self.path}` writes at its end, which is merged",
+            ).at("RUN")  # fmt: skip
+        return found
 
 
 def is_run(path: Path) -> bool:

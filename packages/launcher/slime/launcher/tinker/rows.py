@@ -32,11 +32,14 @@ class Row:
     places: list[np.ndarray]
 
 
-def make_rows(data: Sequence[Datum], prompts: Sequence[int], *, gather: bool, device: torch.device) -> Iterator[Row]:
+def make_rows(
+    data: Sequence[Datum], prompts: Sequence[int], *, share: bool, gather: bool, device: torch.device
+) -> Iterator[Row]:
     """Packs data into rows. prompts: number of tokens at the beginning of each datum without a share in the loss.
-    gather: see `pack`."""
-    for numbers in _fill(data, prompts):
-        yield _row(numbers, [data[i] for i in numbers], [_prompt(data[i], prompts[i]) for i in numbers], gather, device)
+    share: whether equal prompts are computed once. gather: see `pack`."""
+    for numbers in _fill(data, prompts, share):
+        lengths = [_prompt(data[i], prompts[i]) for i in numbers]
+        yield _row(numbers, [data[i] for i in numbers], lengths, share, gather, device)
 
 
 def _prompt(datum: Datum, untrained: int) -> int:
@@ -45,7 +48,7 @@ def _prompt(datum: Datum, untrained: int) -> int:
     return 1 + int(follows.argmin() if not follows.all() else min(untrained, len(datum.tokens) - 1))
 
 
-def _fill(data: Sequence[Datum], prompts: Sequence[int]) -> Iterator[list[int]]:
+def _fill(data: Sequence[Datum], prompts: Sequence[int], share: bool) -> Iterator[list[int]]:
     """Yields the positions of each row's data, in order; a prompt that is in the row already takes no room."""
     row: list[int] = []
     seen: set[bytes] = set()
@@ -58,18 +61,21 @@ def _fill(data: Sequence[Datum], prompts: Sequence[int]) -> Iterator[list[int]]:
             row, seen, filled = [], set(), 0
         filled += len(datum.tokens) - (length if prompt in seen else 0)
         row.append(number)
-        seen.add(prompt)
+        if share:
+            seen.add(prompt)
     yield row
 
 
-def _row(numbers: list[int], data: Sequence[Datum], lengths: Sequence[int], gather: bool, device: torch.device) -> Row:
+def _row(
+    numbers: list[int], data: Sequence[Datum], lengths: Sequence[int], share: bool, gather: bool, device: torch.device
+) -> Row:
     # The model does not read the last token of a sample, so a 0 is appended in place of the last target.
     samples = [
         Sample(tokens=np.append(datum.tokens, 0).astype(np.int32), response_length=len(datum.tokens) - length + 1)
         for datum, length in zip(data, lengths, strict=True)
     ]
     unused = [0.0] * len(data)
-    batch = pack(samples, range(len(data)), unused, unused, gather=gather, device=device)
+    batch = pack(samples, range(len(data)), unused, unused, share_prompts=share, gather=gather, device=device)
     predictors = batch.rows.cpu().numpy()
     firsts = np.cumsum([0, *(sample.response_length for sample in samples)])
     rows = [predictors]

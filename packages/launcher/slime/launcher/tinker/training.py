@@ -96,8 +96,8 @@ class TrainedModel:
         config = check_config(work.loss_fn, work.config)
         inputs = [_loss_inputs(i, datum, loss.inputs, work.loss_fn) for i, datum in enumerate(work.data)]
         prompts = [_untrained(each[loss.share]) if loss.share else 0 for each in inputs]
-        gather, device = self._backend.gathers_keys, self._backend.device
-        rows = list(make_rows(work.data, prompts, gather=gather, device=device))
+        share, gather, device = self._backend.can_share_prompts, self._backend.gathers_keys, self._backend.device
+        rows = list(make_rows(work.data, prompts, share=share, gather=gather, device=device))
         log_probs_of: list[np.ndarray] = []
         total = 0.0
 

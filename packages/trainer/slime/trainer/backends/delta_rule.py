@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slime.trainer.batching.runs import Runs
 from slime.types.errors import NotAvailable
@@ -56,8 +57,16 @@ def causal_convolution(values: Tensor, weight: Tensor, runs: Runs) -> Tensor:
 @torch.compiler.disable
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, runs: Runs) -> Tensor:
     """[T, g, d], [T, g, d], [T, h, v], [T, h] at most 0, [T, h] from 0 to 1 -> [T, h, v]. Not compiled: the number of
-    chunks is another one for each row."""
+    chunks is another one for each row. Computed again in the backward pass, which would have to keep twenty times its
+    inputs otherwise."""
     check_runs(runs)
+    if torch.is_grad_enabled():
+        output: Tensor = checkpoint(_rule, query, key, value, decay, beta, runs, use_reentrant=False)
+        return output
+    return _rule(query, key, value, decay, beta, runs)
+
+
+def _rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, runs: Runs) -> Tensor:
     dtype, groups = value.dtype, value.shape[1] // key.shape[1]
     exact = torch.promote_types(dtype, torch.float32)
     chunks = _Chunks.of(runs, value.device)

@@ -16,17 +16,13 @@ from torch import Tensor
 
 from slime.converters.files.safetensors_dir import write_file
 from slime.trainer.checkpoints.hf_directory import NamedTensors, as_dtype
+from slime.trainer.settings.adapters import CONFIG_FILE, PLAIN, check_adapter
 from slime.types.errors import InvalidFile, InvalidSetting
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 # Inside a directory of merged weights: beside them, transformers would add the adapter to them once more.
 ADAPTER_DIR = "adapter"
 _PREFIX = "base_model.model."
-# Variants of LoRA that peft has and that are not read here, each with the value that turns it off.
-_PLAIN = {
-    "use_rslora": False, "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
-    "alpha_pattern": {}, "fan_in_fan_out": False,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +43,7 @@ class AdapterConfig:
         about = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.base, "r": self.rank,
             "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": list(self.targets), "inference_mode": True,
-            "init_lora_weights": True, **_PLAIN,
+            "init_lora_weights": True, **PLAIN,
         }  # fmt: skip
         return json.dumps(about, indent=2, sort_keys=True) + "\n"
 
@@ -67,26 +63,6 @@ class Adapter:
         write_file(directory / WEIGHTS_FILE, tensors)
 
 
-def has_adapter(path: str) -> bool:
-    return (Path(path) / CONFIG_FILE).is_file()
-
-
-def read_rank(path: Path) -> tuple[int, float]:
-    """Returns the rank and alpha of the adapter in a directory. Raises InvalidFile naming --load."""
-    try:
-        about = json.loads((path / CONFIG_FILE).read_text())
-        rank, alpha = int(about["r"]), float(about["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidFile(f"--load: {path / CONFIG_FILE}: {type(error).__name__}: {error}", field="--load") from error
-    for name, plain in _PLAIN.items():
-        if about.get(name) not in (plain, None):
-            raise InvalidFile(
-                f"--load: {path / CONFIG_FILE}: expected {name} {plain}, got {about[name]}", field="--load", value=name,
-                expected=str(plain),
-            )  # fmt: skip
-    return rank, alpha
-
-
 def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Reads the tensors of an adapter by the names of its parameters. shapes: those of the model's adapter.
 
@@ -95,15 +71,7 @@ def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Si
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not has_adapter(path):
-        raise InvalidSetting.conflict(
-            f"--lora-rank {config.rank}", f"--load {path}",
-            f"that directory has no {CONFIG_FILE}; a model to train with LoRA is given as --hf-checkpoint",
-        )  # fmt: skip
-    rank, alpha = read_rank(Path(path))
-    for flag, own, saved in (("--lora-rank", config.rank, rank), ("--lora-alpha", config.alpha, alpha)):
-        if own != saved:
-            raise InvalidSetting.conflict(f"{flag} {own:g}", f"--load {path}", f"that adapter has {saved:g}")
+    check_adapter(path, config.rank, config.alpha)
     try:
         tensors = load_file(Path(path) / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.files.safetensors_dir import SafetensorsDir, write
-from slime.trainer.checkpoints.adapter import ADAPTER_DIR, CONFIG_FILE, Adapter
+from slime.trainer.checkpoints.adapter import ADAPTER_DIR, Adapter
 from slime.trainer.checkpoints.hf_directory import WRITER, NamedTensors, as_dtype, copy_side_files
 from slime.trainer.process.collective import Ranks
+from slime.trainer.settings.adapters import CONFIG_FILE
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile
 
@@ -252,8 +253,8 @@ def write_model(
     need = size + (torch.float32.itemsize * adapter.elements if adapter is not None else 0)
     with whole_directory(path, WRITER, need_bytes=need) as directory:
         copy_side_files(source, directory, str(dtype).removeprefix("torch."))
-        untrained = _of_source(source, list(kept))
-        write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(untrained, dtype)))
+        copied = _of_source(source, list(kept))
+        write(directory, itertools.chain(as_dtype(weights, dtype), as_dtype(copied, dtype)))
         if adapter is not None:
             (directory / ADAPTER_DIR).mkdir()
             adapter.write(directory / ADAPTER_DIR)
@@ -289,5 +290,6 @@ def _of_source(source: Path, names: list[str]) -> NamedTensors:
 def config_dtype(source: Path) -> torch.dtype:
     """Returns the type in which weights of a Hugging Face directory are to be stored; float32 where it names none."""
     config = json.loads((source / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    named = (part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
+    name = next(filter(None, named), "float32")
     return getattr(torch, name)

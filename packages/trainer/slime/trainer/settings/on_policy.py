@@ -19,7 +19,8 @@ HEAD_WIDTH = 128
 
 def uses_engine_kernels(settings: TrainerSettings, device_type: str) -> bool:
     """Tells whether a trainer on such a device, "cuda" or "cpu", computes by the engine's kernels."""
-    return settings.true_on_policy_mode and device_type == "cuda" and bool(settings.on(device_type).bf16)
+    computes = settings.true_on_policy_mode and settings.train_backend == "fsdp" and device_type == "cuda"
+    return computes and bool(settings.on(device_type).bf16)
 
 
 def check_engine_layers(config: Mapping[str, Any], flag: str = "--hf-checkpoint") -> None:

@@ -6,7 +6,7 @@ have the bytes that engines hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ class WeightSender:
     def _compare(self, engines: Sequence[Engine], version: int) -> None:
         s = self._settings
         if self._check is None:
-            self._check = EqualityCheck(s.update_weight_disk_dir, self._write, s.update_weight_timeout_seconds)
+            self._check = EqualityCheck(s.update_weight_disk_dir, self._write_all, s.update_weight_timeout_seconds)
         check = self._check
         weights = self._backend.named_weights(dtype=self._dtype)
         self._ranks.on_first(lambda: check.run(engines, version, self._in_form(weights)), weights)
@@ -149,11 +149,15 @@ class WeightSender:
             return NcclTransport(self._backend.device, size, timeout)
         return TensorTransport(size, timeout)
 
-    def _write(self, path: Path, weights: Weights) -> int:
+    def _write_all(self, path: Path, weights: Weights) -> int:
+        """Writes the tensors of `_in_form`, and those that are not trained: engines load them in place of noise."""
+        return self._write(path, weights, self._backend.untrained_weights())
+
+    def _write(self, path: Path, weights: Weights, untrained: Iterable[str] = ()) -> int:
         """Writes the tensors of `_in_form`."""
         sizes = self._backend.weight_sizes()
         if self._form is None:
-            return checkpoint.write_model(path, weights, sizes, self._dtype, self._source)
+            return checkpoint.write_model(path, weights, sizes, self._dtype, self._source, untrained)
         num_bytes = self._form.num_bytes(sizes, self._dtype)
         return checkpoint.write_as_given(path, weights, num_bytes, Path(self._settings.hf_checkpoint))
 

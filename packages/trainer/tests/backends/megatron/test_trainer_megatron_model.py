@@ -116,6 +116,11 @@ def test_transformer_engine_is_asked_for_what_its_kernels_can_do(monkeypatch: py
             "--num-layers-per-virtual-pipeline-stage",
             "requires --pipeline",
         ),
+        (
+            {"attention_output_gate": True, "num_query_groups": 1, "tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size",
+            "2 and num_query_groups 1 cannot be used together: with attention_output_gate",
+        ),
         ({"recompute_granularity": "full"}, "args", "megatron-core refuses"),
         ({"num_attention_heads": 3, "tensor_model_parallel_size": 2}, "args", "num_attention_heads"),
     ],

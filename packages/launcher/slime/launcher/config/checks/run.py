@@ -29,6 +29,7 @@ from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.rewards.registry import may_return_dict
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
+from slime.trainer.settings.adapters import check_adapter, refuse_adapter
 from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
@@ -273,6 +274,8 @@ def check_inputs(args: Mapping[str, Any], evaluation_sets: Mapping[str, str]) ->
             check_model(flag_name(name), Path(args[name]), tokenizer=name == "hf_checkpoint")
     if args["load"] is not None and not Path(args["load"]).is_dir():
         raise MissingFile(f"--load: no such directory {args['load']}", field="--load", value=args["load"])
+    if args["load"] is not None and args["train_backend"] == "fsdp":
+        check_adapter(args["load"], args["lora_rank"], args["lora_alpha"])
     if args["prompt_data"] is not None and args["rollout_global_dataset"]:
         _check_prompts("--prompt-data", args["prompt_data"])
     for name, path in evaluation_sets.items():
@@ -331,6 +334,7 @@ def check_model(flag: str, directory: Path, *, tokenizer: bool, weights: bool = 
     value = str(directory)
     if not directory.is_dir():
         raise no_directory(directory, flag)
+    refuse_adapter(directory, flag)
     if not (directory / "config.json").is_file():
         raise InvalidFile(
             f"{flag}: {directory} has no config.json; expected a Hugging Face directory of a model",

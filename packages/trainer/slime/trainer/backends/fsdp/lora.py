@@ -134,7 +134,8 @@ def target_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
             ending = {names[module]: module for module in inner}
         if not ending:
             raise InvalidSetting.must_be(
-                "--lora-target-modules", f"{ALL_LINEAR}, or names of linear layers: {', '.join(_ends(possible))}",
+                "--lora-target-modules",
+                f"{ALL_LINEAR}, or names of linear layers, separated by spaces: {' '.join(_ends(possible))}",
                 got=target,
             )  # fmt: skip
         found |= ending

@@ -13,7 +13,7 @@ from slime.converters.convert.quantization_config import block_size, quantizatio
 from slime.trainer.backends.delta_net import FAMILIES, use_packed_delta_nets
 from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
-from slime.trainer.checkpoints.adapter import has_adapter
+from slime.trainer.settings.adapters import check_adapter, refuse_adapter
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.files import no_directory
 from slime.types.models.vision import vision_of
@@ -39,10 +39,10 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
         raise InvalidFile(
             f"{flag}: {path} has no config.json", field=flag, value=path, expected="a Hugging Face directory"
         )
-    if has_adapter(path):
-        # transformers would look for the model that it belongs to, with the package peft.
-        needed = "--lora-rank R" if flag == "--load" else "the directory of a model"
-        raise InvalidSetting.requires(f"{flag} {path}", needed, "it holds a LoRA adapter")
+    # transformers would look for the model that it belongs to, with the package peft.
+    if flag == "--load":
+        check_adapter(path, 0)
+    refuse_adapter(path, flag)
     config = AutoConfig.from_pretrained(path)
     _turn_off_dropout(config)
     if other_head:

@@ -70,6 +70,12 @@ def _check(args: Mapping[str, Any]) -> None:
             if args.get(name) not in (None, by_dest()[name].default):
                 raise InvalidSetting.requires(f"{name} {args[name]}", "multi_latent_attention")
     _check_sequence_parallel(args)
+    size, groups = args.get("tensor_model_parallel_size") or 1, args.get("num_query_groups") or 1
+    if args.get("attention_output_gate") and size > groups:
+        raise InvalidSetting.conflict(
+            f"tensor_model_parallel_size {size}", f"num_query_groups {groups}",
+            "with attention_output_gate a rank has a whole group: megatron-core cuts the queries and not the gates",
+        )  # fmt: skip
 
 
 def _check_sequence_parallel(args: Mapping[str, Any]) -> None:

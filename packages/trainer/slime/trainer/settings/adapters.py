@@ -1,0 +1,65 @@
+"""Compares the flags of LoRA with the adapter in a directory, told from its adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slime.types.errors import InvalidFile, InvalidSetting
+
+CONFIG_FILE = "adapter_config.json"
+# Variants of LoRA that peft has and that are not read here, each with the value that turns it off.
+PLAIN = {
+    "use_rslora": False, "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "fan_in_fan_out": False,
+}  # fmt: skip
+
+
+def has_adapter(path: str | Path) -> bool:
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def refuse_adapter(path: str | Path, flag: str) -> None:
+    """Raises InvalidSetting if `path`, given as a model, holds an adapter alone."""
+    if has_adapter(path):
+        raise InvalidSetting.requires(
+            f"{flag} {path}", "the directory of a model",
+            "it holds a LoRA adapter: give that as --load, and the model under it as --hf-checkpoint",
+        )  # fmt: skip
+
+
+def check_adapter(load: str, rank: int, alpha: float = 0.0) -> None:
+    """Raises InvalidSetting where `--load` does not continue training with these flags, InvalidFile for a file that
+    cannot be read. rank: 0 without LoRA."""
+    if not has_adapter(load):
+        if rank:
+            raise InvalidSetting.conflict(
+                f"--lora-rank {rank}", f"--load {load}",
+                f"that directory has no {CONFIG_FILE}; a model to train with LoRA is given as --hf-checkpoint",
+            )  # fmt: skip
+        return
+    saved_rank, saved_alpha = _read(Path(load))
+    if not rank:
+        alpha_too = "" if saved_alpha == alpha else f" --lora-alpha {saved_alpha:g}"
+        raise InvalidSetting.requires(
+            f"--load {load}", f"--lora-rank {saved_rank}{alpha_too}", "it holds a LoRA adapter"
+        )
+    for flag, own, saved in (("--lora-rank", rank, saved_rank), ("--lora-alpha", alpha, saved_alpha)):
+        if own != saved:
+            raise InvalidSetting.conflict(f"{flag} {own:g}", f"--load {load}", f"that adapter has {saved:g}")
+
+
+def _read(path: Path) -> tuple[int, float]:
+    """Returns rank and alpha. Raises InvalidFile naming --load."""
+    try:
+        about = json.loads((path / CONFIG_FILE).read_text())
+        rank, alpha = int(about["r"]), float(about["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidFile(f"--load: {path / CONFIG_FILE}: {type(error).__name__}: {error}", field="--load") from error
+    for name, plain in PLAIN.items():
+        if about.get(name) not in (plain, None):
+            raise InvalidFile(
+                f"--load: {path / CONFIG_FILE}: expected {name} {plain}, got {about[name]}", field="--load", value=name,
+                expected=str(plain),
+            )  # fmt: skip
+    return rank, alpha
