@@ -65,7 +65,7 @@ def run_train(
             check_unused(config)
             for warning in check_start(config):
                 log.warning(warning)
-            from slime.launcher.config.record import SETTINGS, write_record
+            from slime.launcher.config.record import SETTINGS, earlier_record, write_record
             from slime.launcher.loops.one_step_off import train_async
             from slime.launcher.loops.synchronous import train
             from slime.launcher.metrics.report import Report
@@ -83,19 +83,22 @@ def run_train(
                     overwrite(config)
                 if config.flat["load_root"] is not None and config.trainer.load is None:
                     print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts from the beginning")
-                if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
-                    write_record(output_dir, config, ["slime", command, *argv])
-                tracked = TrackedRun(
-                    name=str(settings.run_name), output_dir=output_dir, config=shown_settings(config.flat)
-                )
-                sinks = open_sinks(settings, tracked, config.tensorboard_dir, required=not resumes(config))
-                with (
-                    recorded(output_dir, command) as state,
-                    watched(output_dir, settings.watch),
-                    Report(output_dir, num_steps=settings.num_rollout, sinks=sinks, state=state) as report,
-                ):
-                    report.next_command = next_command
-                    (train_async if asynchronous else train)(config, report)
+                reports: list[Report] = []
+                with earlier_record(output_dir, lambda: any(report.has_begun for report in reports)):
+                    if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
+                        write_record(output_dir, config, ["slime", command, *argv])
+                    tracked = TrackedRun(
+                        name=str(settings.run_name), output_dir=output_dir, config=shown_settings(config.flat)
+                    )
+                    sinks = open_sinks(settings, tracked, config.tensorboard_dir, required=not resumes(config))
+                    with (
+                        recorded(output_dir, command) as state,
+                        watched(output_dir, settings.watch),
+                        Report(output_dir, num_steps=settings.num_rollout, sinks=sinks, state=state) as report,
+                    ):
+                        reports.append(report)
+                        report.next_command = next_command
+                        (train_async if asynchronous else train)(config, report)
         return 0
     except KeyboardInterrupt as error:
         text, code = farewell(error.signum if isinstance(error, Terminated) else signal.SIGINT)

@@ -7,7 +7,8 @@ import json
 import platform
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,21 @@ SETTINGS, COMMAND, VERSIONS = "run.yaml", "command.txt", "versions.json"
 # These identify this run; a repetition needs other values.
 OWN = ("output_dir", "run_name", "overwrite")
 GIT_SECONDS = 5.0
+
+
+@contextmanager
+def earlier_record(directory: Path, has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Puts the settings of the earlier start back if this one ends before it has begun: a resumed run that is refused
+    is still the run that it was."""
+    names = (SETTINGS, VERSIONS)
+    before = {name: (directory / name).read_text("utf-8") for name in names if (directory / name).is_file()}
+    try:
+        yield
+    except BaseException:
+        if SETTINGS in before and not has_begun():
+            for name, content in before.items():
+                write_whole(directory / name, content)
+        raise
 
 
 def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> None:

@@ -124,6 +124,11 @@ class Report:
     def progress(self, phase: str, done: int, total: int) -> None:
         self.status(f"{phase} {done}/{total}" if total else phase)
 
+    @property
+    def has_begun(self) -> bool:
+        """True once all services run."""
+        return self._log is not None
+
     def started(self, num_parameters: int | None, first_step: int, num_steps: int | None = None) -> None:
         """Prints the first lines. num_parameters: None if nothing is trained."""
         self._num_steps = self._num_steps if num_steps is None else num_steps
