@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.converters.convert import to_hf
@@ -211,6 +211,7 @@ def rows(groups: list[list[float]]) -> list[dict[str, float]]:
     return [{"group_index": number, "score": value} for number, group in enumerate(groups) for value in group]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.floats(0, 1), min_size=n, max_size=n), min_size=2)))
 def test_the_error_of_a_score_is_that_of_the_mean_of_its_prompts(groups: list[list[float]]) -> None:
     means = [statistics.fmean(group) for group in groups]
