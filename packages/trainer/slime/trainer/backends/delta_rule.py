@@ -61,7 +61,8 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     inputs otherwise."""
     check_runs(runs)
     if torch.is_grad_enabled():
-        output: Tensor = checkpoint(_rule, query, key, value, decay, beta, runs, use_reentrant=False)
+        arguments = query, key, value, decay, beta, runs
+        output: Tensor = checkpoint(_rule, *arguments, use_reentrant=False, preserve_rng_state=False)
         return output
     return _rule(query, key, value, decay, beta, runs)
 
