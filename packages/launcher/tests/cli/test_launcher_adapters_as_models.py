@@ -59,5 +59,7 @@ def test_a_plan_refuses_a_model_as_an_adapter_and_an_adapter_as_a_model(
 ) -> None:
     assert cli.main(["train", "config.yaml", "--load", "model", "--lora-rank", "4", "--dry-run"]) == 2
     assert "--lora-rank 4 and --load model cannot be used together" in capsys.readouterr().err
+    assert cli.main(["train", "config.yaml", "--lora-rank", "100000", "--dry-run"]) == 2
+    assert "--lora-rank must be at most 64, got 100000: the model is as wide" in capsys.readouterr().err
     assert cli.main(["train", "config.yaml", "--hf-checkpoint", str(adapter), "--dry-run"]) == 2
     assert "requires the directory of a model: it holds a LoRA adapter: give that as --load" in capsys.readouterr().err

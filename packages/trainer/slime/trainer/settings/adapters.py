@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slime.types.errors import InvalidFile, InvalidSetting
 
@@ -17,6 +19,16 @@ PLAIN = {
 
 def has_adapter(path: str | Path) -> bool:
     return (Path(path) / CONFIG_FILE).is_file()
+
+
+def check_rank(rank: int, config: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for adapters that no layer needs. config: a config.json."""
+    width = (config.get("text_config") or config).get("hidden_size")
+    if width is not None and rank > width:
+        raise InvalidSetting.must_be(
+            "--lora-rank", f"at most {width}", got=rank,
+            reason="the model is as wide, and an update of a layer has no higher rank",
+        )  # fmt: skip
 
 
 def refuse_adapter(path: str | Path, flag: str) -> None:

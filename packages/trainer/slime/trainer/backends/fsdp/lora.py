@@ -24,6 +24,7 @@ from slime.converters.convert.quantization_config import quantization_of
 from slime.trainer.backends.fsdp.model import decoder_layers
 from slime.trainer.backends.snapshots import local
 from slime.trainer.checkpoints.adapter import AdapterConfig
+from slime.trainer.settings.adapters import check_rank
 from slime.trainer.settings.checks import ALL_LINEAR
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
@@ -99,6 +100,7 @@ def add_adapters(model: Any, settings: TrainerSettings) -> Adapters:
             f"--lora-rank {rank} for this model", "an update may be smaller than a step of its quantized weights",
             "the directory of the model in bfloat16",
         )  # fmt: skip
+    check_rank(rank, model.config.to_dict())
     layers = target_layers(model, settings.lora_target_modules)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(settings.seed)
