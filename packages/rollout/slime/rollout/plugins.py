@@ -91,11 +91,15 @@ async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     answer, error = await asyncio.to_thread(_outcome, function, *args, **kwargs)
-    if isinstance(error, StopIteration):
-        # No coroutine can raise it. It comes of `next(...)` without a default.
-        raise RuntimeError("it raised StopIteration").with_traceback(error.__traceback__) from error
-    if error is not None:
-        raise error
+    try:
+        if isinstance(error, StopIteration):
+            # No coroutine can raise it. It comes of `next(...)` without a default.
+            raise RuntimeError("it raised StopIteration").with_traceback(error.__traceback__) from error
+        if error is not None:
+            raise error
+    finally:
+        # An error that its own frame names is a circle, which keeps the samples.
+        del error
     return await answer if inspect.isawaitable(answer) else answer
 
 

@@ -15,6 +15,7 @@ import sglang_recording
 from rollout_tiny_model import write_tiny_model
 
 from slime.rollout.calls.event_loop import LoopThread
+from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -150,7 +151,8 @@ def test_nuclei_are_asked_for_where_the_engine_returns_them(engine: EngineProces
         return (await fleet.generate([PROMPT], [params]))[0]
 
     loop = LoopThread()
-    fleet = Fleet([engine], loop, FleetOptions(nuclei=True))
+    # The fleet must not stop the engine of the other tests.
+    fleet = Fleet([RemoteEngine(engine.name, engine.url, engine.kind)], loop, FleetOptions(nuclei=True))
     try:
         answer = asyncio.run(generate())
     finally:

@@ -52,7 +52,7 @@ def test_a_command_that_ended_early_goes_on_where_it_was(
     ).split()
     assert main(["generate", *flags]) == 1
     told = capsys.readouterr().err
-    assert "slime-rollout: ValueError: no reward (reward.py, line " in told
+    assert "reward.py:reward raised ValueError: no reward (reward.py, line " in told
     assert f"1 of 2 prompts answered, in {output}.part: the same command goes on from there" in told
     assert not output.exists()
 

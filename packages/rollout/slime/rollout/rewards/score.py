@@ -187,8 +187,7 @@ def _naming(name: str, scored: str) -> Iterator[None]:
     except SlimeError:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
         # Imports gRPC, which the checks of flags do without.
         from slime.types.rpc.status import place_in_plugin
@@ -199,6 +198,12 @@ def _naming(name: str, scored: str) -> Iterator[None]:
         place = place_in_plugin(error.__cause__ if stopped and error.__cause__ is not None else error)
         raised = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise InvalidField("reward", raised, "a reward", f"{name} raised {raised}{place} for {scored}") from error
+
+
+def _is_cancelled() -> bool:
+    # A function of its own: the task in a frame of its error would be a circle, which keeps the samples.
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _place(function: Callable[..., Any]) -> str:
