@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.types import Sample
@@ -90,23 +91,26 @@ async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     """Awaits an async function; runs any other in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    answer, error = await asyncio.to_thread(_outcome, function, *args, **kwargs)
-    try:
+    answer = await asyncio.to_thread(_answer, function, *args, **kwargs)
+    if isinstance(answer, _Raised):
+        error = answer.error
         if isinstance(error, StopIteration):
             # No coroutine can raise it. It comes of `next(...)` without a default.
             raise RuntimeError("it raised StopIteration").with_traceback(error.__traceback__) from error
-        if error is not None:
-            raise error
-    finally:
-        # An error that its own frame names is a circle, which keeps the samples.
-        del error
+        raise error
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def _outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
-    """Returns the answer or the error. A future of a thread would copy a TimeoutError without its place, and leave its
-    caller waiting for ever for a StopIteration."""
+@dataclass(frozen=True)
+class _Raised:
+    """An error that no future of a thread brings back as it is: of a TimeoutError it makes a copy without its place,
+    and for a StopIteration its caller waits for ever."""
+
+    error: TimeoutError | StopIteration
+
+
+def _answer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        return function(*args, **kwargs), None
-    except BaseException as error:
-        return None, error
+        return function(*args, **kwargs)
+    except (TimeoutError, StopIteration) as error:
+        return _Raised(error)

@@ -201,7 +201,7 @@ def _naming(name: str, scored: str) -> Iterator[None]:
 
 
 def _is_cancelled() -> bool:
-    # A function of its own: the task in a frame of its error would be a circle, which keeps the samples.
+    # A function of its own: the task, as a local of a frame of its error, would be a cycle, which keeps the samples.
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
