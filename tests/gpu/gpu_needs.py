@@ -39,6 +39,15 @@ def write_qwen3(path: Path, **config: Any) -> str:
     return str(path)
 
 
+def write_words_qwen3(path: Path, words: int) -> str:
+    """Writes a random Qwen3 with heads of 128, and a tokenizer by `write_words`; returns its directory."""
+    write_words(path, words)
+    return write_qwen3(
+        path, vocab_size=words, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, initializer_range=0.05, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+
 def write_fp8_qwen3(path: Path, **config: Any) -> str:
     """Writes a random dense model as Qwen3-*-FP8 are: its projections in FP8 in blocks of 128 x 128; returns its
     directory."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_needs import needs, train_on_words, write_qwen3, write_words
+from gpu_needs import needs, train_on_words, write_words_qwen3
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.sglang import plugin
@@ -25,7 +24,6 @@ NUM_GPUS = 1
 START_SECONDS = 400
 WORDS = 2048
 pytestmark = needs(NUM_GPUS, "sglang", "triton")
-FOUND = any(entry.name == plugin.NAME for entry in importlib.metadata.entry_points(group=plugin.GROUP))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,20 +60,15 @@ def test_a_large_vocabulary_a_row_that_is_masked_and_rows_apart_in_memory() -> N
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("qwen3")
-    write_qwen3(
-        path, vocab_size=WORDS, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, initializer_range=0.05, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    write_words(path, WORDS)
-    return str(path)
+    return write_words_qwen3(tmp_path_factory.mktemp("qwen3"), WORDS)
 
 
-@pytest.mark.skipif(not FOUND, reason="slime-rollout is not installed as a distribution, so SGLang finds no plug-in")
 def test_an_engine_samples_in_one_pass_and_answers_other_requests_too(
     model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    # tests/gpu/setup.sh, or an installation of slime-rollout, makes it found.
+    assert plugin.is_found()
     args = {"mem_fraction_static": 0.3, "max_total_tokens": 32768}
     with start_sglang(SGLangOptions(model_path=model, gpus=visible_gpus()[:1], random_seed=1, args=args)) as engine:
         engine.wait_ready(START_SECONDS)
@@ -96,7 +89,7 @@ async def generate(engine: Any, params: dict[str, Any]) -> list[dict[str, Any]]:
         return answers
 
 
-@pytest.mark.skipif(not FOUND, reason="slime-rollout is not installed as a distribution, so SGLang finds no plug-in")
 def test_log_probs_of_a_run_are_those_of_the_trainer(model: str, tmp_path: Path) -> None:
+    assert plugin.is_found()
     for step in train_on_words(tmp_path, model, WORDS, rollout_temperature=0.8):
         assert step["train/train_rollout_logprob_abs_diff"] < 0.05

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_needs import needs, train_on_words, write_qwen3, write_words
+from gpu_needs import needs, train_on_words, write_words_qwen3
 
 NUM_GPUS = 1
 WORDS = 2048
@@ -18,13 +18,7 @@ pytestmark = needs(NUM_GPUS, "sglang")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("qwen3")
-    write_qwen3(
-        path, vocab_size=WORDS, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, initializer_range=0.05, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    write_words(path, WORDS)
-    return str(path)
+    return write_words_qwen3(tmp_path_factory.mktemp("qwen3"), WORDS)
 
 
 @pytest.mark.parametrize("stream_interval", [0, 8])

@@ -37,8 +37,17 @@ def environment(args: Mapping[str, Any], *, deterministic: bool) -> dict[str, st
     args: flags of its server, by name with underscores. With `sampling_backend`, SGLang samples as the user says.
     """
     own = deterministic or args.get("enable_deterministic_inference") or args.get("sampling_backend")
-    found = any(entry.name == NAME for entry in importlib.metadata.entry_points(group=GROUP))
-    return {VARIABLE: "1"} if found and not own else {}
+    if own:
+        return {}
+    if not is_found():
+        log.info("SGLang samples by itself: slime-rollout is not installed as a distribution, so no plug-in is found")
+        return {}
+    return {VARIABLE: "1"}
+
+
+def is_found() -> bool:
+    """Tells whether SGLang would find this plug-in in the environment of this process."""
+    return any(entry.name == NAME for entry in importlib.metadata.entry_points(group=GROUP))
 
 
 def register() -> None:
