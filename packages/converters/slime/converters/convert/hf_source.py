@@ -27,7 +27,7 @@ from slime.types.errors import InvalidFile, NotAvailable, NotFound
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHOWN = 10
 # Weights of a LoRA adapter, in the format of the library peft.
-ADAPTER = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class HfSource:
@@ -40,7 +40,7 @@ class HfSource:
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
         self.weights = SafetensorsDir(path)
         self.path = self.weights.path
-        if [file.name for file in self.weights.files] == [ADAPTER]:
+        if [file.name for file in self.weights.files] == [ADAPTER_WEIGHTS]:
             raise NotAvailable.unavailable(
                 f"{self.path} as a model", "it holds a LoRA adapter, without the weights under it",
                 "the model that a run writes at its end, or --save-hf during it: both are merged",

@@ -12,6 +12,7 @@ import yaml
 from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
 from slime.launcher.run_directory.earlier_run import MODEL
+from slime.trainer.settings.adapters import has_adapter
 from slime.types.config_files import load, read_config
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 from slime.types.files import read_regular
@@ -74,7 +75,7 @@ class RecordedRun:
                 field="RUN", value=str(self.path),
             )  # fmt: skip
         found = Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))
-        if (found / "adapter_config.json").is_file():
+        if has_adapter(found):
             raise NotAvailable.unavailable(
                 f"{found} as a model", "it holds a LoRA adapter, without the weights under it",
                 f"the trained model that `slime resume {self.path}` writes at its end, which is merged",

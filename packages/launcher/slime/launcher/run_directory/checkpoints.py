@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slime.converters.torch_dist.directory import iteration_directory
+from slime.trainer.settings.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from slime.types.directories import remove_directory, try_lock
 from slime.types.errors import Busy, ConfigError, InvalidSetting, MissingFile
 from slime.types.files import open_regular
@@ -32,7 +33,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 # Attempts to open the newest checkpoint of a run that deletes old ones.
 ATTEMPTS = 10
 # Files of plain weights that training can start from: a Hugging Face model, a converted torch_dist one, a LoRA adapter.
-MODEL_FILES = ("config.json", ".metadata", TRACKER, "adapter_config.json")
+MODEL_FILES = ("config.json", ".metadata", TRACKER, ADAPTER_CONFIG)
 
 
 def checkpoint_path(directory: Path, step: int, backend: str) -> Path:
