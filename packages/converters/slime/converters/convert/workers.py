@@ -43,6 +43,10 @@ class TorchrunRanks:
         if self.size > 1:
             import torch.distributed as dist
 
+            # Before the group is made: its functions keep a default group that exists when they are defined, gloo's
+            # threads then outlive destroy_process_group(), and the process may abort when it exits.
+            import torch.distributed.nn  # noqa: F401
+
             self._started = not dist.is_initialized()
             if self._started:
                 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=WAIT_SECONDS))
