@@ -286,6 +286,9 @@ def test_the_buffer_client_reads_steps_and_groups(buffer: Any) -> None:
     step = client.seal_step(3, 2)
     assert (len(step), step[0], step[-1], step[1:]) == (3, plain, bare, [full, bare])
     assert step == client.seal_step(3, 2) == [plain, full, bare] and step != [plain]
+    names = [*vars(plain), "weight_versions", "effective_response_length"]
+    for decoded in (client.seal_step(3, 2), step):
+        assert all(decoded.column(name) == [getattr(summary, name) for summary in step] for name in names)
     assert full == SampleSummary(0, 0, 0, reward={"a": 1}, status=Sample.Status.TRUNCATED, metadata={"b": 2},
                                  oldest_weight_version=0, newest_weight_version=0)  # fmt: skip
     assert repr(client.store_plan(3, {"a": (1, np.float64(0.5), True)})) == "{'a': [1, 0.5, True]}"

@@ -27,6 +27,7 @@ from slime.trainer.algorithms.estimators import find_estimator
 from slime.trainer.algorithms.rewards import normalize_rewards
 from slime.trainer.batching.schedule import Lengths, MicroBatch, schedule
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.types.clients.buffer import SealedStep
 from slime.types.errors import InvalidField, InvalidSetting, counted
 from slime.types.sample.summary import SampleSummary
 
@@ -58,9 +59,11 @@ class Planner:
         Raises InvalidField for a reward that is not a finite number, InvalidSetting if there are too few samples for an
         update.
         """
-        rollouts = [_rollout_key(s, i) for i, s in enumerate(summaries)]
-        raw, rewards = processed or self.rewards(summaries, rollouts)
-        mask_sums = [0 if s.remove_sample else int(s.loss_mask_sum) for s in summaries]
+        groups, removed = _column(summaries, "group_index"), _column(summaries, "remove_sample")
+        rollouts = [_rollout_key(id_, i) for i, id_ in enumerate(_column(summaries, "rollout_id"))]
+        raw, rewards = processed or self.rewards(summaries, groups, rollouts, removed)
+        masked = zip(_column(summaries, "loss_mask_sum"), removed, strict=True)
+        mask_sums = [0 if is_removed else int(mask_sum) for mask_sum, is_removed in masked]
         per_rollout: dict[Any, int] = {}
         for key, mask_sum in zip(rollouts, mask_sums, strict=True):
             per_rollout[key] = per_rollout.get(key, 0) + mask_sum
@@ -98,43 +101,50 @@ class Planner:
         return {
             "format": FORMAT, "step": step, "num_samples": len(summaries), "num_rollouts": len(per_rollout),
             "raw_rewards": list(raw), "rewards": list(rewards), "weights": weights,
-            "lengths": [int(s.total_length) for s in summaries],
-            "response_lengths": [int(s.response_length) for s in summaries],
-            "groups": [int(s.group_index) for s in summaries],
+            "lengths": _column(summaries, "total_length"),
+            "response_lengths": _column(summaries, "response_length"),
+            "groups": groups,
             "dropped": dropped, "updates": updates,
         }  # fmt: skip
 
-    def rewards(self, summaries: Sequence[SampleSummary], rollouts: Sequence[Any]) -> tuple[list[float], list[float]]:
+    def rewards(
+        self,
+        summaries: Sequence[SampleSummary],
+        groups: Sequence[int],
+        rollouts: Sequence[Any],
+        removed: Sequence[bool],
+    ) -> tuple[list[float], list[float]]:
         """Returns (raw, training) rewards, [S] each. A removed sample counts if it has a reward."""
-        raw = [self._reward(s) for s in summaries]
-        scored = {i: r for i, r in enumerate(raw) if r is not None}
+        raw: list[float | None] = [
+            value if type(value) is float and math.isfinite(value) else self._reward(value, removed[i], summaries, i)
+            for i, value in enumerate(_column(summaries, "reward"))
+        ]
+        scored = [i for i, value in enumerate(raw) if value is not None]
         estimator = find_estimator(self.settings.advantage_estimator)
         normalized = normalize_rewards(
-            list(scored.values()),
-            [summaries[i].group_index for i in scored],
+            [value for value in raw if value is not None],
+            [groups[i] for i in scored],
             [rollouts[i] for i in scored],
             baseline=estimator.baseline if self.settings.rewards_normalization else None,
             scale=self.settings.grpo_std_normalization and estimator.scale,
             over_iteration=self.settings.grpo_std_scope == "batch",
         )
         training = [0.0] * len(raw)
-        for i, value in zip(scored, normalized, strict=True):
-            training[i] = value
-        return [0.0 if r is None else r for r in raw], training
+        for i, reward in zip(scored, normalized, strict=True):
+            training[i] = reward
+        return [0.0 if value is None else value for value in raw], training
 
-    def _reward(self, summary: SampleSummary) -> float | None:
-        value = summary.reward
-        if self.settings.reward_key is not None and isinstance(value, dict):
-            if self.settings.reward_key not in value:
-                raise InvalidField(
-                    "reward", sorted(value), f"a key {self.settings.reward_key!r} (sample {summary.index})"
-                )
-            value = value[self.settings.reward_key]
-        needless = summary.remove_sample or self.settings.loss_type == "sft_loss"
-        if value is None and needless:
+    def _reward(self, value: Any, removed: bool, summaries: Sequence[SampleSummary], position: int) -> float | None:
+        key = self.settings.reward_key
+        if key is not None and isinstance(value, dict):
+            if key not in value:
+                raise InvalidField("reward", sorted(value), f"a key {key!r} (sample {summaries[position].index})")
+            value = value[key]
+        if value is None and (removed or self.settings.loss_type == "sft_loss"):
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise InvalidField("reward", value, f"a finite number (sample {summary.index}; see --reward-key)")
+            index = summaries[position].index
+            raise InvalidField("reward", value, f"a finite number (sample {index}; see --reward-key)")
         return float(value)
 
     def split_rollouts(self, keys: list[Any]) -> list[list[Any]]:
@@ -174,8 +184,15 @@ class Planner:
         return True, s.advantages_alone_train and not s.normalize_advantages
 
 
-def _rollout_key(summary: SampleSummary, position: int) -> tuple[str, int]:
-    return ("position", position) if summary.rollout_id is None else ("rollout", summary.rollout_id)
+def _column(summaries: Sequence[SampleSummary], name: str) -> list[Any]:
+    """Returns one attribute of all summaries. Those of a sealed step need not be decoded for it."""
+    if isinstance(summaries, SealedStep):
+        return summaries.column(name)
+    return [getattr(summary, name) for summary in summaries]
+
+
+def _rollout_key(rollout_id: int | None, position: int) -> tuple[str, int]:
+    return ("position", position) if rollout_id is None else ("rollout", rollout_id)
 
 
 def lengths_of(plan: dict[str, Any], *, share_prompts: bool = True) -> Lengths:
