@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime.launcher import cli
 from slime.launcher.cli.init import write_project
@@ -26,8 +29,19 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_record(Path("runs/first"), run_config.parse(words), ["slime", "train", *words])
     (step / "trainer.json").write_text("{}")
     (step / "config.json").write_text((Path("model") / "config.json").read_text())
-    (step / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
+    write_adapter(step, 1.0)
     return step
+
+
+def write_adapter(directory: Path, value: float) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
+    save_file({"base_model.model.a.lora_A.weight": torch.full((4, 8), value)}, directory / "adapter_model.safetensors")
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "slime-files.json"}
 
 
 @pytest.mark.parametrize("command", [["export", "runs/first"], ["export", "runs/first", "--step", "3"]])
@@ -35,8 +49,52 @@ def test_a_checkpoint_of_lora_is_not_exported_as_a_model(
     adapter: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*command, "--output", "out"]) == 2
-    assert "step_000003 as a model is not supported yet: it holds a LoRA adapter" in capsys.readouterr().err
-    assert not Path("out").exists()
+    words = capsys.readouterr().err
+    assert "step_000003 as a model is not supported yet: it holds a LoRA adapter" in words
+    assert "`slime export --format adapter`" in words and not Path("out").exists()
+
+
+def test_the_adapter_of_a_run_is_exported_alone(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "runs/first", "--format", "adapter"]) == 0
+    assert contents(Path("exports/first-adapter")) == {
+        name: data for name, data in contents(adapter).items() if name.startswith("adapter_")
+    }
+    shutil.copytree("model", "runs/first/model")
+    trained = write_adapter(Path("runs/first/model/adapter"), 2.0)
+    for words, source in (
+        (["runs/first"], trained), (["runs/first", "--step", "3"], adapter), (["runs/first/model"], trained),
+        ([str(trained)], trained),
+    ):  # fmt: skip
+        shutil.rmtree("out", ignore_errors=True)
+        command = ["export", *words, "--format", "adapter", "--output", "out"]
+        assert cli.main(command) == cli.main(command) == 0
+        assert (Path("out") / "adapter_model.safetensors").read_bytes() == (
+            source / "adapter_model.safetensors"
+        ).read_bytes()
+    assert cli.main(["export", "runs/first", "--output", "merged"]) == 0
+    for output in ("out", "merged"):
+        assert cli.main(["export", "runs/first", "--step", "3", "--format", "adapter", "--output", output]) == 2
+        assert f"--output must be a new or empty directory, got '{output}'" in capsys.readouterr().err
+    shutil.rmtree(trained)
+    for source in ("model", "runs/first"):
+        assert cli.main(["export", source, "--format", "adapter"]) == 2
+        words = "--format adapter requires a model that was trained with --lora-rank: "
+        assert words in (found := capsys.readouterr().err) and "model has no LoRA adapter" in found
+    assert cli.main(["export", "nowhere", "--format", "adapter"]) == 2
+    assert "RUN|MODEL nowhere: no such directory" in capsys.readouterr().err
+
+
+def test_an_exported_model_has_its_adapter_below(adapter: Path) -> None:
+    shutil.copytree("model", "runs/first/model")
+    assert cli.main(["export", "runs/first"]) == 0 and not Path("exports/first/adapter").exists()
+    shutil.rmtree("exports")
+    trained = write_adapter(Path("runs/first/model/adapter"), 2.0)
+    assert cli.main(["export", "runs/first"]) == 0
+    assert contents(Path("exports/first/adapter")) == contents(trained)
+    assert (Path("exports/first") / "model.safetensors").is_file()
+    # Another adapter is another export.
+    write_adapter(trained, 3.0)
+    assert cli.main(["export", "runs/first"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from slime.converters.convert.fp8 import SCALE_SUFFIX, grid
 from slime.converters.convert.quantization_config import block_size, quantization_of
 from slime.converters.families.mapping import Parameter
 from slime.converters.files import rectangles
+from slime.converters.files.adapter import WEIGHTS_FILE
 from slime.converters.files.dtypes import DTYPES
 from slime.converters.files.rectangles import Index, Shape, Stored
 from slime.converters.files.safetensors_dir import SafetensorsDir, TensorInfo
@@ -26,8 +27,6 @@ from slime.types.errors import InvalidFile, NotAvailable, NotFound
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHOWN = 10
-# Weights of a LoRA adapter, in the format of the library peft.
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class HfSource:
@@ -40,7 +39,7 @@ class HfSource:
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
         self.weights = SafetensorsDir(path)
         self.path = self.weights.path
-        if [file.name for file in self.weights.files] == [ADAPTER_WEIGHTS]:
+        if [file.name for file in self.weights.files] == [WEIGHTS_FILE]:
             raise NotAvailable.unavailable(
                 f"{self.path} as a model", "it holds a LoRA adapter, without the weights under it",
                 "the model that a run writes at its end, or --save-hf during it: both are merged",

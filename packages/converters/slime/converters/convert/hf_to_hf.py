@@ -12,6 +12,7 @@ from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.workers import TorchrunRanks
 from slime.converters.families import read_config
 from slime.converters.families.config_json import check_vocab_size
+from slime.converters.files.adapter import ADAPTER_DIR, adapter_files, copy_adapter
 from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
 from slime.converters.files.rectangles import pieces
@@ -40,7 +41,8 @@ def convert(
     """Writes `output_dir` from the directory `load`; returns it.
 
     origin_hf_dir: where config and tokenizer come from, `load` by default. vocab_size: rows of every tensor that has as
-    many as the config says. Under torchrun rank 0 writes and the others wait. Raises as `torch_dist_to_hf.convert`.
+    many as the config says. A LoRA adapter below `load` is copied.
+    Under torchrun rank 0 writes and the others wait. Raises as `torch_dist_to_hf.convert`.
     """
     source_dir, target = Path(load), Path(output_dir).absolute()
     origin = source_dir if origin_hf_dir is None else Path(origin_hf_dir)
@@ -52,7 +54,8 @@ def convert(
             check_model_args(megatron_args, read_model_config(origin, model_name))
         source = HfSource(source_dir, config)
         options = {"vocab_size": vocab_size, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
-        mark = fingerprint([*source.weights.files, origin / "config.json"], options)
+        inputs = [*source.weights.files, origin / "config.json", *adapter_files(source.path / ADAPTER_DIR)]
+        mark = fingerprint(inputs, options)
 
         def write() -> None:
             if check_hf_output(target, mark, overwrite):
@@ -90,7 +93,8 @@ def _write(
     files = divide_into_files(tensors, like=like, max_bytes=max_shard_bytes or SHARD_BYTES)
     rows = vocab_size if "vocab_size" in config else None
     changes = config_changes(was_fp8=source.block is not None, dtype=dtype, vocab_size=rows)
-    size = sum(tensor.num_bytes for tensor in tensors) + SPARE_BYTES
+    adapter = adapter_files(source.path / ADAPTER_DIR)
+    size = sum(tensor.num_bytes for tensor in tensors) + sum(file.stat().st_size for file in adapter) + SPARE_BYTES
     with whole_directory(target, WRITER, field="--output-dir", need_bytes=size, alone=True, source=mark) as partial:
         create(partial, files)
         with HfFiles(places(partial, files)) as out:
@@ -100,3 +104,5 @@ def _write(
                     source.read(tensor.name, index, part)
                     out.write(tensor.name, index, part)
         copy_side_files(origin, partial, changes)
+        if adapter:
+            copy_adapter(adapter, partial / ADAPTER_DIR)

@@ -1,4 +1,5 @@
-"""`slime export RUN`: writes the trained model as a Hugging Face directory or a GGUF file; can upload it."""
+"""`slime export RUN`: writes the trained model as a Hugging Face directory or a GGUF file, or its LoRA adapter; can
+upload it."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.converters.files.adapter import ADAPTER_DIR, adapter_files, copy_adapter, has_adapter
+from slime.converters.files.finished import WRITER, fingerprint
 from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
 from slime.launcher.run_directory.checkpoints import held
-from slime.types.directories import path_errors
+from slime.types.directories import check_replaceable, path_errors, read_mark, whole_directory
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
 from slime.types.setting_values import named_path
 
-FORMATS = ("hf", "gguf")
+FORMATS = ("hf", "gguf", "adapter")
+SUFFIXES = {"gguf": ".gguf", "adapter": "-adapter"}
 DIRECTORY = Path("exports")
 
 
@@ -26,20 +30,22 @@ def parser(command: str) -> CommandParser:
     reader = CommandParser(
         prog="slime export",
         description="Writes the trained model of a run, or with --step the model of a checkpoint, as a Hugging Face "
-        "directory or as a GGUF file for llama.cpp.",
+        "directory or as a GGUF file for llama.cpp. Where LoRA trained, the model is merged, and the directory has the "
+        "adapter in adapter/; --format adapter writes the adapter alone.",
     )
     reader.add_argument("run", metavar="RUN|MODEL", help="Output directory of a run, model directory, or ORG/NAME")
     reader.add_argument(
         "--format",
         choices=FORMATS,
         default="hf",
-        help="Format to write: hf, a Hugging Face directory; gguf, a single file",
+        help="Format to write: hf, a Hugging Face directory; gguf, a single file; adapter, the LoRA adapter alone, as "
+        "a directory for peft, vLLM and SGLang",
     )
     reader.add_argument(
         "--output",
         type=named_path,
         metavar="PATH",
-        help="Directory or file to write (default: exports/NAME[-step-N][.gguf])",
+        help="Directory or file to write (default: exports/NAME[-step-N][.gguf|-adapter])",
     )  # fmt: skip
     reader.add_argument("--step", type=int, metavar="N", help="Export the checkpoint of iteration N")
     reader.add_argument(
@@ -61,8 +67,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 
         run = Path(local_model(options.run, "RUN"))
         name = Path(options.run.partition("@")[0]).name if run != Path(options.run) else name_of(run, options.step)
-        suffix = ".gguf" if options.format == "gguf" else ""
-        output = options.output or DIRECTORY / f"{name}{suffix}"
+        output = options.output or DIRECTORY / f"{name}{SUFFIXES.get(options.format, '')}"
         print(f"wrote {export(run, output, options.format, options.step)}")
         if hub is not None:
             print(f"pushed to {push(hub, output, options.push, private=options.private)}")
@@ -79,6 +84,8 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
 
     Raises MissingFile if there is no such model, and the errors of the converters.
     """
+    if form == "adapter":
+        return _export_adapter(run, output, step)
     from slime.converters.convert import hf_to_gguf, to_hf
     from slime.launcher.hub.fetch import local_model
 
@@ -95,6 +102,48 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
             directory = opened.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
             source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
         return hf_to_gguf.convert(source, output, argument=f"RUN|MODEL {run}")
+
+
+def _export_adapter(run: Path, output: Path, step: int | None) -> Path:
+    """Copies the LoRA adapter of a run, of a merged model, or of a directory that holds nothing else.
+
+    Raises MissingFile, and InvalidSetting where there is none.
+    """
+    target = output.absolute()
+    with held(lambda: _adapter_of(run, step)) as source:
+        files = adapter_files(source)
+        if not files:
+            raise _no_adapter(source)
+        mark, size = fingerprint(files, {}), sum(file.stat().st_size for file in files)
+        check_replaceable(target, field="--output")
+        if target.is_dir() and any(target.iterdir()):
+            if (read_mark(target) or {}).get("source") == mark:
+                return target
+            raise InvalidSetting.must_be("--output", "a new or empty directory", got=str(output))
+        with whole_directory(target, WRITER, field="--output", need_bytes=size, alone=True, source=mark) as partial:
+            copy_adapter(files, partial)
+    return target
+
+
+def _adapter_of(run: Path, step: int | None) -> Path:
+    """Returns the directory in which an adapter should be."""
+    if is_run(run):
+        found = read_run(run).adapter(step)
+    elif not run.is_dir():
+        raise no_run_or_model(run)
+    elif step is not None:
+        raise InvalidSetting.requires(f"--step {step}", "a run", f"{run} is no run")
+    else:
+        found = run if has_adapter(run) else run / ADAPTER_DIR
+    if found.name == ADAPTER_DIR and not found.is_dir():
+        raise _no_adapter(found.parent)
+    return found
+
+
+def _no_adapter(path: Path) -> InvalidSetting:
+    return InvalidSetting.requires(
+        "--format adapter", "a model that was trained with --lora-rank", f"{path} has no LoRA adapter"
+    )
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from slime.converters.files.adapter import ADAPTER_DIR, has_adapter
 from slime.launcher.config.record import COMMAND, SETTINGS
 from slime.launcher.run_directory.checkpoints import find_checkpoint, steps
 from slime.launcher.run_directory.earlier_run import MODEL
-from slime.trainer.settings.adapters import has_adapter
 from slime.types.config_files import load, read_config
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 from slime.types.files import read_regular
@@ -69,18 +69,28 @@ class RecordedRun:
         """Returns the trained model, else the newest checkpoint; with `step`, its checkpoint. Raises MissingFile."""
         if step is None and (self.path / MODEL).is_dir():
             return self.path / MODEL
+        found = self._checkpoint(step)
+        if has_adapter(found):
+            raise NotAvailable.unavailable(
+                f"{found} as a model", "it holds a LoRA adapter, without the weights under it",
+                f"`slime export --format adapter`, or the trained model that `slime resume {self.path}` writes at its "
+                "end, which is merged",
+            ).at("RUN")  # fmt: skip
+        return found
+
+    def adapter(self, step: int | None = None) -> Path:
+        """Returns the directory of the LoRA adapter that belongs to `model(step)`; without one, that of a model."""
+        if step is None and (self.path / MODEL).is_dir():
+            return self.path / MODEL / ADAPTER_DIR
+        return self._checkpoint(step)
+
+    def _checkpoint(self, step: int | None) -> Path:
         if not steps(self.checkpoints):
             raise MissingFile(
                 f"RUN {self.path} has neither a trained model nor a checkpoint: {self.why_unsaved}",
                 field="RUN", value=str(self.path),
             )  # fmt: skip
-        found = Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))
-        if has_adapter(found):
-            raise NotAvailable.unavailable(
-                f"{found} as a model", "it holds a LoRA adapter, without the weights under it",
-                f"the trained model that `slime resume {self.path}` writes at its end, which is merged",
-            ).at("RUN")  # fmt: skip
-        return found
+        return Path(find_checkpoint(str(self.checkpoints), flag="--step", step=step))
 
 
 def is_run(path: Path) -> bool:

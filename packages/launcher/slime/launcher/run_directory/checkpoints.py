@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from slime.converters.files.adapter import CONFIG_FILE as ADAPTER_CONFIG
 from slime.converters.torch_dist.directory import iteration_directory
-from slime.trainer.settings.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from slime.types.directories import remove_directory, try_lock
 from slime.types.errors import Busy, ConfigError, InvalidSetting, MissingFile
 from slime.types.files import open_regular

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.converters.files.adapter import ADAPTER_DIR
 from slime.launcher.tinker.adapters import AdapterRequest, SharedBase, layers_of
 from slime.launcher.tinker.losses import check_config, find_loss
 from slime.launcher.tinker.requests import Adam, Datum, PassRequest
@@ -24,7 +25,6 @@ from slime.trainer.backends.base import Outputs
 from slime.trainer.backends.fsdp.backend import FsdpBackend
 from slime.trainer.backends.fsdp.optimizer import AdamWStep
 from slime.trainer.batching.packing import PackedBatch
-from slime.trainer.checkpoints.adapter import ADAPTER_DIR
 from slime.trainer.checkpoints.checkpoint import (
     HuggingFaceCheckpoints,
     TrainerState,

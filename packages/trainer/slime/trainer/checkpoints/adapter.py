@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.converters.convert.hf_source import ADAPTER_WEIGHTS
+from slime.converters.files.adapter import CONFIG_FILE, WEIGHTS_FILE
 from slime.converters.files.safetensors_dir import write_file
 from slime.trainer.checkpoints.hf_directory import NamedTensors, as_dtype
-from slime.trainer.settings.adapters import CONFIG_FILE, PLAIN, check_adapter
+from slime.trainer.settings.adapters import PLAIN, check_adapter
 from slime.types.errors import InvalidFile, InvalidSetting
 
-# Inside a directory of merged weights: beside them, transformers would add the adapter to them once more.
-ADAPTER_DIR = "adapter"
 _PREFIX = "base_model.model."
 
 
@@ -60,7 +58,7 @@ class Adapter:
         """Writes both files into an existing directory. Raises OutOfSpace."""
         (directory / CONFIG_FILE).write_text(self.config.as_json())
         tensors = {_PREFIX + name: tensor for name, tensor in as_dtype(self.weights, torch.float32)}
-        write_file(directory / ADAPTER_WEIGHTS, tensors)
+        write_file(directory / WEIGHTS_FILE, tensors)
 
 
 def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -73,9 +71,9 @@ def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Si
 
     check_adapter(path, config.rank, config.alpha)
     try:
-        tensors = load_file(Path(path) / ADAPTER_WEIGHTS)
+        tensors = load_file(Path(path) / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
-        raise InvalidFile(f"--load: {path}: {ADAPTER_WEIGHTS}: {error}", field="--load", value=path) from error
+        raise InvalidFile(f"--load: {path}: {WEIGHTS_FILE}: {error}", field="--load", value=path) from error
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     if other := sorted(found.keys() ^ shapes.keys()):
         raise InvalidSetting.conflict(

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from slime.converters.convert.hf_source import HfSource
+from slime.converters.files.adapter import ADAPTER_DIR, CONFIG_FILE
 from slime.converters.files.safetensors_dir import SafetensorsDir, write
-from slime.trainer.checkpoints.adapter import ADAPTER_DIR, Adapter
+from slime.trainer.checkpoints.adapter import Adapter
 from slime.trainer.checkpoints.hf_directory import WRITER, NamedTensors, as_dtype, copy_side_files
 from slime.trainer.process.collective import Ranks
-from slime.trainer.settings.adapters import CONFIG_FILE
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile
 

@@ -7,18 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.converters.files.adapter import CONFIG_FILE, has_adapter
 from slime.types.errors import InvalidFile, InvalidSetting
 
-CONFIG_FILE = "adapter_config.json"
 # Variants of LoRA that peft has and that are not read here, each with the value that turns it off.
 PLAIN = {
     "use_rslora": False, "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
     "alpha_pattern": {}, "fan_in_fan_out": False,
 }  # fmt: skip
-
-
-def has_adapter(path: str | Path) -> bool:
-    return (Path(path) / CONFIG_FILE).is_file()
 
 
 def check_rank(rank: int, config: Mapping[str, Any]) -> None:
