@@ -117,3 +117,18 @@ def test_another_quantization_is_refused_where_updates_would_replace_it(
     other = '--sglang-json-model-override-args={"rope_theta": 1}'
     with pytest.raises(NotAvailable, match=told):
         run_config.parse([*words, "--rollout-engine", "sglang", other])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--sglang-enable-lora"], ["--sglang-max-lora-rank", "16"], ["--sglang-max-loras-per-batch", "2"],
+        ["--sglang-lora-paths", "a=b"], ["--sglang-experts-shared-outer-loras"],
+    ],
+)  # fmt: skip
+def test_engines_that_get_merged_weights_have_no_adapters(tmp_path: Path, flags: list[str]) -> None:
+    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", "--num-rollout", "1", *flags]
+    words += ["--rollout-engine", "sglang"]
+    assert run_config.parse(words, check=False).rollout.sglang_args
+    with pytest.raises(InvalidSetting, match=f"^{flags[0]}.* and --lora-rank 4 cannot be used together: .* merged"):
+        run_config.parse([*words, "--lora-rank", "4"], check=False)

@@ -11,12 +11,14 @@ from slime.converters.convert.quantization_config import quantization_of, updata
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import KINDS
 from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.setting_values import flag_name
 
 
 def check_weight_transport(args: Mapping[str, Any]) -> None:
     """Raises InvalidSetting or NotAvailable for a transport that the engines do not have; `args` is flat."""
     _check_pipeline_stages(args)
     _check_deltas(args)
+    _refuse_adapters_of_engines(args)
 
 
 def check_quantization(args: Mapping[str, Any]) -> None:
@@ -75,6 +77,18 @@ def _check_pipeline_stages(args: Mapping[str, Any]) -> None:
             "--update-weight-transport disk",
             "engines with pipeline stages take weights from a directory only",
         )
+
+
+def _refuse_adapters_of_engines(args: Mapping[str, Any]) -> None:
+    """Refuses SGLang's flags of LoRA where LoRA trains: engines hold no adapter that they could apply to."""
+    if not args["lora_rank"]:
+        return
+    for name, value in args["sglang_args"].items():
+        if value is not False and {"lora", "loras"} & set(name.split("_")):
+            raise InvalidSetting.conflict(
+                flag_name(f"sglang_{name}"), f"--lora-rank {args['lora_rank']}",
+                "engines get merged weights, so leave LoRA in them off",
+            )  # fmt: skip
 
 
 def _check_deltas(args: Mapping[str, Any]) -> None:
