@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -32,7 +33,9 @@ def merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_with_lora_resumes_bit_for_bit_and_exports_merged_weights(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run(whole, "--num-rollout", "4", "--save-interval", "2", *LORA)
+    output = run(whole, "--num-rollout", "4", "--save-interval", "2", *LORA)
+    words = r"LoRA of rank 4, alpha 32, all-linear lm_head: [0-9,]+ parameters train, [0-9.]+% of the model's"
+    assert re.search(words, output), output
     run(halves, "--num-rollout", "2", "--save-interval", "2", *LORA)
     run(halves, "--num-rollout", "4", "--save-interval", "2", *LORA, "--load", str(halves / "checkpoints"))
     assert timeless(metrics(halves)) == timeless(metrics(whole)) and len(metrics(whole)) == 4

@@ -49,8 +49,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "groups", "count", "about"),
     [
-        ("train", FIRST, 20, "Engines and trainer take turns"),
-        ("train-async", FIRST_ASYNC, 25, "generate the next rollout while the trainer works"),
+        ("train", FIRST, 21, "Engines and trainer take turns"),
+        ("train-async", FIRST_ASYNC, 26, "generate the next rollout while the trainer works"),
     ],
 )
 def test_help_of_training_has_some_flags_by_task_and_help_all_every_flag(

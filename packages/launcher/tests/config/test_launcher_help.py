@@ -65,6 +65,15 @@ def test_the_help_of_the_loop_begins_with_its_length() -> None:
     assert text.index("--num-rollout N") < text.index("--use-wandb")
 
 
+@pytest.mark.parametrize("command", ["train", "train-async"])
+def test_the_short_help_names_the_way_to_train_with_less_memory(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--lora-rank N" in capsys.readouterr().out
+
+
 def test_a_default_is_stated_once() -> None:
     """The parser appends the default of a setting that has one."""
     for flag in declared().values():

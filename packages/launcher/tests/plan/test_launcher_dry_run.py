@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -286,3 +287,22 @@ def test_passes_that_virtual_stages_round_up_say_so(words: list[str], capsys: py
     config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
     text = "\n".join(plan(words, *batch, *stages, capsys=capsys))
     assert "1 / --micro-batch-size 1, rounded up to a multiple of the 2 pipeline stages, = 2 forward passes" in text
+
+
+def test_the_plan_tells_what_trains_with_lora(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--lora-rank", "4", "--lora-alpha", "6", "--lora-target-modules", "q_proj", "down_proj"]
+    # Two layers of [16, 16] and [16, 24].
+    adapters = 2 * 4 * (16 + 16 + 16 + 24)
+    expected = f"LoRA        rank 4, alpha 6, q_proj down_proj: {adapters} parameters train, "
+    (line,) = (line for line in plan(words, *flags, capsys=capsys) if line.startswith("LoRA "))
+    assert line.startswith(expected) and re.fullmatch(r"[0-9.]+% of the model's", line.removeprefix(expected))
+    assert not [line for line in plan(words, capsys=capsys) if line.startswith("LoRA ")]
+    experts = {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | experts))
+    (line,) = (line for line in plan(words, "--lora-rank", "4", capsys=capsys) if line.startswith("LoRA "))
+    assert line.startswith("LoRA        rank 4, alpha 32, all-linear: ") and line.endswith("; experts get no adapters")

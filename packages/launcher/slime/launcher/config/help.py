@@ -16,6 +16,7 @@ FIRST: Mapping[str, tuple[str, ...]] = {
     ),
     "Recipe": (
         "preset", "num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "lr",
+        "lora_rank",
     ),
     "GPUs": ("colocate", "actor_num_gpus_per_node"),
     "Evaluation": ("eval_prompt_data",),

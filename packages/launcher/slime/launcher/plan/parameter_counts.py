@@ -15,6 +15,7 @@ from slime.converters.megatron.args import padded_vocab_size
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, NotAvailable
+from slime.types.models.experts import experts_of
 from slime.types.models.vision import vision_of
 
 Config = Mapping[str, Any]
@@ -45,6 +46,16 @@ def of_adapters(directory: str | Path, settings: TrainerSettings) -> int:
 
     layers = target_layers(_unallocated(directory), settings.lora_target_modules).values()
     return settings.lora_rank * sum(layer.in_features + layer.out_features for layer in layers)
+
+
+def adapters_in_words(settings: TrainerSettings, config: Config, adapters: int, parameters: int) -> str:
+    """Describes the adapters of --lora-rank in a line. config: that of the model, with `parameters` parameters."""
+    text = (
+        f"rank {settings.lora_rank}, alpha {settings.lora_alpha:g}, {' '.join(settings.lora_target_modules)}: "
+        f"{adapters:,} parameters train, {adapters / parameters:.2%} of the model's"
+    )
+    # transformers holds experts in one tensor, which is no linear layer.
+    return text if experts_of(config) is None else f"{text}; experts get no adapters"
 
 
 def _unallocated(directory: str | Path) -> Any:

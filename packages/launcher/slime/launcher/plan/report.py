@@ -8,6 +8,7 @@ from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.presets import PRESETS
 from slime.launcher.config.run_config import RunConfig
+from slime.launcher.plan.parameter_counts import adapters_in_words
 from slime.launcher.plan.run_plan import Hardware, Plan, make_plan
 from slime.launcher.plan.trainer_memory import GIB, byte_size, checkpoint_bytes, peak
 from slime.types.errors import counted
@@ -52,6 +53,8 @@ def _model(plan: Plan) -> Iterator[str]:
     size = f", {byte_size(plan.hardware.gpu_bytes)} each" if plan.hardware.gpu_bytes else ""
     yield f"Model       {trainer.hf_checkpoint} ({kind}): {plan.parameters:,} parameters"
     yield f"Trainer     {trainer.train_backend}, {'bfloat16' if trainer.bf16 else 'float32'}"
+    if plan.adapters is not None:
+        yield f"LoRA        {adapters_in_words(trainer, plan.model_config, plan.adapters, plan.parameters)}"
     yield f"Machine     {plan.hardware.words}{size}"
 
 

@@ -26,6 +26,7 @@ from slime.launcher.placement.plan import (
     shared_devices,
     trainer_environment,
 )
+from slime.launcher.plan.parameter_counts import adapters_in_words, of_adapters
 from slime.launcher.run_directory.checkpoints import PLACE_FILE, continued_step
 from slime.launcher.run_directory.writable import saved_below
 from slime.launcher.services.processes import Process
@@ -279,6 +280,8 @@ class _Start:
             master = supervisor.meeting_file()
         else:
             master = supervisor.call(lambda: supervisor.get(trainers[0], trainers[0].actor.meeting_point.remote()))
+        # Counted while the trainers import what they need.
+        adapters = of_adapters(config.trainer.hf_checkpoint, config.trainer) if config.trainer.lora_rank else None
         addresses = supervisor.start_all(
             trainers,
             "slime.trainer.service",
@@ -296,6 +299,10 @@ class _Start:
         started.trainers = [TrainerClient(address, settings=self._client_settings()) for address in addresses]
         info = started.trainers[0].info()
         started.num_parameters, started.first_step = info.num_parameters, info.next_step
+        if adapters is not None:
+            model = read_model_config(config.trainer.hf_checkpoint)
+            words = adapters_in_words(config.trainer, model, adapters, info.num_parameters)
+            started.notes.insert(0, f"LoRA of {words}")
 
     def _engine_options(self, share: EngineShare, trainers: list[Process]) -> dict[str, Any]:
         """Returns the Ray options of the service that starts these engines."""
