@@ -123,6 +123,26 @@ def test_weights_are_merged_from_the_frozen_base_every_time(model: str, bf16: bo
         assert all(torch.equal(again[name], weight) for name, weight in sent.items())
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_an_export_adds_updates_to_the_frozen_weights_of_the_files(kind: str, model: str, tmp_path: Path):
+    if kind == "experts":
+        model = write_model(tmp_path / "experts", experts=4)
+    runner = Runner(make_settings(model, lora_rank=RANK, bf16=True, lora_alpha=8.0))
+    runner.run()
+    adapter, base = runner.backend.adapter(), load_file(Path(model) / "model.safetensors")
+    updates = dict(adapter.weights)
+    # Computed with in bfloat16, and exported in the type of the files.
+    assert {p.dtype for p in runner.backend.policy.parameters() if not p.requires_grad} == {torch.bfloat16}
+    sent = dict(runner.backend.named_weights(dtype=torch.bfloat16))
+    exported = runner.weights()
+    assert exported.keys() == base.keys() == sent.keys()
+    for name, weight in base.items():
+        a, b = (updates.get(f"{name.removesuffix('weight')}{part}.weight") for part in ("lora_A", "lora_B"))
+        expected = weight if a is None else weight + 2.0 * b @ a
+        torch.testing.assert_close(exported[name], expected, rtol=1e-6, atol=1e-6 if a is not None else 0)
+        assert sent[name].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_only_adapters_have_gradients_master_weights_and_moments(model: str, bf16: bool):
     runner = Runner(make_settings(model, lora_rank=RANK, bf16=bf16))

@@ -29,7 +29,7 @@ from slime.trainer.backends.base import (
 from slime.trainer.backends.delta_net import has_state
 from slime.trainer.backends.fsdp import model as loading
 from slime.trainer.backends.fsdp.compilation import Compiler, lengths_vary
-from slime.trainer.backends.fsdp.lora import Adapters, add_adapters
+from slime.trainer.backends.fsdp.lora import Adapters, ModelTensors, add_adapters
 from slime.trainer.backends.fsdp.master import MasterWeights
 from slime.trainer.backends.fsdp.names import disk_parts, left_out, other_in_files
 from slime.trainer.backends.fsdp.on_policy import EngineForward
@@ -320,17 +320,13 @@ class FsdpBackend(Backend):
                 yield from ((tensor, True) for tensor in _tensors(other))
 
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:
-        updates = self._adapter_weights()
-        for name, tensor in self._weights():
-            parts = self.adapters.parts_of(name) if self.adapters is not None else None
-            if parts is None:
+        if self.adapters is None:
+            for name, tensor in self._weights():
                 yield from self._in_files(name, self._whole(name, tensor, dtype))
-                continue
-            assert self.adapters is not None
-            # Rounded to `dtype` before they are multiplied, as the model has them.
-            a, b = (self._whole(part, updates[part], dtype) for part in parts)
-            merged = self.adapters.merged(self._whole(name, tensor, None), a, b)
-            yield from self._in_files(name, merged if dtype is None else merged.to(dtype))
+            return
+        exact = dtype is None and (everywhere or self.ranks.rank == 0)
+        model = ModelTensors(self._weights(), self._adapter_weights(), self._whole, self._in_files)
+        yield from self.adapters.named_weights(model, dtype, self.settings.hf_checkpoint if exact else None)
 
     def _whole(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         tensor = tensor.detach()

@@ -12,18 +12,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.quantization_config import quantization_of
 from slime.trainer.backends.fsdp.model import decoder_layers
 from slime.trainer.backends.snapshots import local
 from slime.trainer.checkpoints.adapter import AdapterConfig
+from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.trainer.settings.adapters import check_rank
 from slime.trainer.settings.checks import ALL_LINEAR
 from slime.trainer.settings.trainer import TrainerSettings
@@ -50,6 +52,42 @@ class LoraLinear(nn.Linear):
         return super().forward(input) + self.scale * update
 
 
+class ModelTensors(NamedTuple):
+    """The tensors of a model with adapters, this rank's part of each, and functions that make them whole. updates: A
+    and B. whole: gets a name, a tensor and a dtype, or None. in_files: gives the tensors that files have for one."""
+
+    weights: NamedTensors
+    updates: Mapping[str, Tensor]
+    whole: Callable[[str, Tensor, torch.dtype | None], Tensor]
+    in_files: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+
+
+class _BaseFiles:
+    """The frozen weights as their files have them. directory: None to take none from there."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._source: HfSource | None = None
+        if directory is not None:
+            self._source = HfSource(directory, json.loads((Path(directory) / "config.json").read_text()))
+
+    def __enter__(self) -> _BaseFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._source is not None:
+            self._source.close()
+
+    def exact(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the tensor, or the one in the files if it was rounded to bfloat16."""
+        source = self._source
+        if source is None or tensor.dtype != torch.bfloat16:
+            return tensor
+        if name not in source.weights.tensors:
+            log.warning("%s is written in bfloat16, as it is computed with: %s has none of its name", name, source.path)
+            return tensor
+        return tensor if source.dtype(name) == torch.bfloat16 else source.load(name).to(tensor.device)
+
+
 class Adapters:
     """The updates of a model's layers. layers: by name of the module. config: as peft describes them."""
 
@@ -71,6 +109,25 @@ class Adapters:
     def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """[m, n], [r, n], [m, r] -> W + (alpha / r) B A, float32 [m, n], computed in float32."""
         return torch.addmm(base.float(), b.float(), a.float(), alpha=self.config.scale)
+
+    def named_weights(self, model: ModelTensors, dtype: torch.dtype | None, base: str | None) -> NamedTensors:
+        """Yields every weight as the files have it, merged; the others as they are. base: directory of the frozen
+        weights, to read those from it that the model holds rounded to bfloat16."""
+        with _BaseFiles(base) as files:
+            for name, tensor in model.weights:
+                parts = self.parts_of(name)
+                if parts is None:
+                    for named in model.in_files(name, model.whole(name, tensor, dtype)):
+                        yield named[0], files.exact(*named)
+                    continue
+                frozen = model.whole(name, tensor, None)
+                in_files = list(model.in_files(name, frozen))
+                if len(in_files) == 1:
+                    frozen = files.exact(*in_files[0])
+                # Rounded to `dtype` before they are multiplied, as the model has them.
+                a, b = (model.whole(part, model.updates[part], dtype) for part in parts)
+                merged = self.merged(frozen, a, b)
+                yield from model.in_files(name, merged if dtype is None else merged.to(dtype))
 
     @contextmanager
     @torch.no_grad()
