@@ -1,13 +1,16 @@
 """Settings that are refused; reading settings loads nothing heavy."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.trainer.backends.learning_rate import learning_rate
+from slime.trainer.checkpoints.adapter import AdapterConfig
 from slime.trainer.cli import PlaceSettings, main
 from slime.trainer.settings.checks import advice, require_schedule
 from slime.trainer.settings.trainer import TrainerSettings
@@ -238,6 +241,37 @@ def test_settings_that_are_probably_not_meant_are_warned_about(
     warnings = list(advice(TrainerSettings(hf_checkpoint="unused", **values), asynchronous=asynchronous))
     assert len(warnings) == bool(named)
     assert all(name in warnings[0] for name in named)
+
+
+CACHED = "/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/" + 40 * "a"
+
+
+@pytest.mark.parametrize(
+    "saved, base, warned",
+    [
+        ("/models/tiny", "/models/tiny", False),
+        ("/models/tiny", "/models/other", True),
+        ("/models/tiny", "/moved/Tiny/", False),
+        ("Qwen/Qwen3-0.6B", CACHED, False),
+        (CACHED, CACHED.replace("a" * 40, "b" * 40), False),
+        ("Qwen/Qwen3-0.6B", CACHED.replace("0.6B", "0.6B-Base"), True),
+        ("Qwen/Qwen3-0.6B", "/models/Qwen3-0.6B", False),
+        (None, "/models/tiny", False),
+    ],
+)
+def test_an_adapter_of_another_model_is_warned_about(saved: str | None, base: str, warned: bool, tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": saved}))
+    sentences = list(advice(TrainerSettings(hf_checkpoint=base, load=str(tmp_path), lora_rank=4)))
+    assert len(sentences) == warned
+    expected = f"--load {tmp_path} has a LoRA adapter of {saved}, and --hf-checkpoint is {base}"
+    assert all(sentence.startswith(expected) for sentence in sentences)
+
+
+def test_an_adapter_names_its_model_as_the_hub_does():
+    about = json.loads(AdapterConfig(CACHED, 4, 8.0, ("q_proj",)).as_json())
+    assert (about["base_model_name_or_path"], about["revision"]) == ("Qwen/Qwen3-0.6B", 40 * "a")
+    about = json.loads(AdapterConfig("/models/tiny", 4, 8.0, ("q_proj",)).as_json())
+    assert (about["base_model_name_or_path"], about["revision"]) == ("/models/tiny", None)
 
 
 @pytest.mark.parametrize(

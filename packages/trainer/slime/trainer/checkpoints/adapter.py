@@ -17,7 +17,7 @@ from torch import Tensor
 from slime.converters.files.adapter import CONFIG_FILE, WEIGHTS_FILE
 from slime.converters.files.safetensors_dir import write_file
 from slime.trainer.checkpoints.hf_directory import NamedTensors, as_dtype
-from slime.trainer.settings.adapters import PLAIN, check_adapter
+from slime.trainer.settings.adapters import PLAIN, check_adapter, hub_name
 from slime.types.errors import InvalidFile, InvalidSetting
 
 _PREFIX = "base_model.model."
@@ -25,7 +25,8 @@ _PREFIX = "base_model.model."
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """An adapter in words. base: directory of the model. targets: names of the layers, or what they end in."""
+    """An adapter in words. base: directory of the model, which the file names as the Hub does if it is from there.
+    targets: names of the layers, or what they end in."""
 
     base: str
     rank: int
@@ -38,8 +39,10 @@ class AdapterConfig:
 
     def as_json(self) -> str:
         alpha = int(self.alpha) if float(self.alpha).is_integer() else self.alpha
+        base, revision = hub_name(self.base) or (self.base, None)
         about = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.base, "r": self.rank,
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision,
+            "r": self.rank,
             "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": list(self.targets), "inference_mode": True,
             "init_lora_weights": True, **PLAIN,
         }  # fmt: skip

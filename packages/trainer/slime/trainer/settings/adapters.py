@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from slime.converters.files.adapter import CONFIG_FILE, has_adapter
 from slime.types.errors import InvalidFile, InvalidSetting
 
+# The cache of the Hub's library has models--ORG--NAME/snapshots/COMMIT.
+_CACHED = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
 # Variants of LoRA that peft has and that are not read here, each with the value that turns it off.
 PLAIN = {
     "use_rslora": False, "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
@@ -55,6 +59,30 @@ def check_adapter(load: str, rank: int, alpha: float = 0.0) -> None:
     for flag, own, saved in (("--lora-rank", rank, saved_rank), ("--lora-alpha", alpha, saved_alpha)):
         if own != saved:
             raise InvalidSetting.conflict(f"{flag} {own:g}", f"--load {load}", f"that adapter has {saved:g}")
+
+
+def hub_name(path: str) -> tuple[str, str] | None:
+    """Returns (ORG/NAME, commit) of a model in the cache of the Hub's library; None for other paths."""
+    match = _CACHED.search(os.path.abspath(path))
+    return (match["name"].replace("--", "/", 1), match["commit"]) if match else None
+
+
+def other_base(load: str, base: str) -> str | None:
+    """Returns a sentence where the adapter in `load` says that it belongs to another model than `base`."""
+    try:
+        saved = json.loads((Path(load) / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None  # the checks of --load report the fault
+    if not isinstance(saved, str) or not saved:
+        return None
+    names = [(hub_name(path) or (os.path.realpath(path),))[0] for path in (saved, base)]
+    # A model keeps its name when it moves, and on the Hub it is ORG/NAME.
+    if len({*names}) == 1 or len({Path(name).name.lower() for name in (*names, saved)} - {""}) == 1:
+        return None
+    return (
+        f"--load {load} has a LoRA adapter of {saved}, and --hf-checkpoint is {base}: an adapter fits the weights that "
+        "it was trained on, and no others of their shapes"
+    )
 
 
 def _read(path: Path) -> tuple[int, float]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.trainer.algorithms.estimators import constant_ratio, estimators_that, find_estimator
+from slime.trainer.settings.adapters import other_base
 from slime.trainer.settings.algorithm import TIS_MODES, TIS_MODES_OF_FUNCTIONS
 from slime.types.errors import InvalidSetting, counted
 from slime.types.setting_values import flag_name
@@ -85,6 +86,8 @@ def advice(settings: TrainerSettings, *, asynchronous: bool = False) -> Iterator
             "--true-on-policy-mode with --train-backend megatron only keeps to one update per iteration: its log-probs "
             "differ from the engine's by rounding; --train-backend fsdp computes them with the engine's kernels"
         )
+    if s.lora_rank and s.load and (sentence := other_base(s.load, s.hf_checkpoint)):
+        yield sentence
     if s.loss_type != "policy_loss":
         return
     if s.use_kl_loss and s.kl_loss_coef and s.kl_loss_type == "k1" and not s.use_unbiased_kl:
