@@ -13,7 +13,8 @@ import pytest
 from launcher_machines import CONFIG, GIB, write_rows, write_tokenizer
 
 from slime.launcher import cli
-from slime.launcher.plan.trainer_memory import byte_size, plain
+from slime.launcher.plan.activations import plain
+from slime.launcher.plan.trainer_memory import byte_size
 from slime.launcher.platform import probes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from launcher_machines import CONFIG, GIB
 
 from slime.converters.megatron.model_scripts import model_config
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
+from slime.launcher.plan.activations import Shape
 from slime.launcher.plan.parameter_counts import Held, of_stages, whole_model
-from slime.launcher.plan.trainer_memory import Shape, checkpoint_bytes, kv_bytes, trainer_memory
+from slime.launcher.plan.trainer_memory import checkpoint_bytes, kv_bytes, trainer_memory
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
 
@@ -189,6 +191,28 @@ def test_the_sums_of_an_fsdp_rank_with_lora() -> None:
     assert (found["weights"], found["adapters"], found["optimizer"]) == (1e6, 2000, 2000)
     settings = TrainerSettings(hf_checkpoint="m", lora_rank=8)
     assert checkpoint_bytes(settings, 1_000_000, 1000)[0] == 12_000
+
+
+def test_a_critic_beside_adapters_is_sharded_by_its_own_size() -> None:
+    shape, million = Shape.of(CONFIG), Held(1_000_000, 0)
+    settings = TrainerSettings(hf_checkpoint="m", lora_rank=8, advantage_estimator="ppo", bf16=True)
+
+    def items(gpu_bytes: float, **values: object) -> dict[str, float]:
+        given = replace(settings, **values)
+        memory = trainer_memory(given, shape, million, Sizes(data=2), 10, gpu_bytes=gpu_bytes, adapters=1000)
+        return {item.name: item.num_bytes for item in memory.items}
+
+    # A quarter of the GPU has room for 2 bytes a frozen parameter, and for 6 + 12 / 2 of a critic.
+    large = items(1e8)
+    assert (large["weights"], large["critic"]) == (2e6, 12e6) and "gathered weights" not in large
+    # For the policy alone, whose weights stay whole.
+    small = items(2e7)
+    assert (small["weights"], small["critic"]) == (2e6, 9e6) and small["gathered weights"] > 0
+    # Layers of a sharded policy have no gradients beside those of its adapters.
+    width, outer = 2, 2 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
+    layer = (1_000_000 - outer) / 2
+    assert small["gathered weights"] == width * (outer + 2 * layer) + (width + 4) * layer
+    assert items(1e6, advantage_estimator="grpo")["gathered weights"] == width * (outer + 2 * layer)
 
 
 def test_the_cache_and_the_checkpoint() -> None:

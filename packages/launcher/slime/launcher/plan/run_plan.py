@@ -15,10 +15,11 @@ from slime.launcher.config.checks.run import check_nuclei
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.placement.nodes import EngineShare
 from slime.launcher.placement.plan import Placement, plan_placement
+from slime.launcher.plan.activations import Shape
 from slime.launcher.plan.batches import Batches, batches, longest_sample, pass_tokens
 from slime.launcher.plan.engine_memory import EngineMemory, engine_memory
 from slime.launcher.plan.parameter_counts import Held, of_adapters, of_directory, of_stages
-from slime.launcher.plan.trainer_memory import CONTEXT_BYTES, GIB, RankMemory, Shape, trainer_memory
+from slime.launcher.plan.trainer_memory import CONTEXT_BYTES, GIB, RankMemory, trainer_memory
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import choose_engine
 from slime.types.errors import InvalidSetting, counted

@@ -1,11 +1,8 @@
 """Estimates the memory of a trainer rank, and of a token in an engine's cache, from flags and a config.json.
 
-    P  parameters on the rank      R  ranks that share optimizer states      T  tokens of a forward pass on the rank
-    h  hidden size     f  inner size of the MLP     V  vocabulary     q, k  width of all queries, of all keys
+    P  parameters on the rank      R  ranks that share optimizer states      h  hidden size      V  vocabulary
 
 Memory that is held for the whole run (weights, gradients, optimizer, reference model) is exact up to padding.
-Activations are an estimate: KEPT was measured as what autograd keeps of a decoder layer whose attention does not
-materialize the matrix of scores.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from typing import Any
 
 from slime.converters.families.qwen_gated import delta_nets
 from slime.converters.megatron.rank_layout import Sizes
+from slime.launcher.plan.activations import Item, Shape, activations, compiles, logits
 from slime.launcher.plan.parameter_counts import Held
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole
 from slime.trainer.settings.trainer import TrainerSettings
@@ -23,18 +21,6 @@ from slime.trainer.settings.trainer import TrainerSettings
 GIB = 1 << 30
 # CUDA context, kernels of its libraries and NCCL buffers of one process.
 CONTEXT_BYTES = 1 << 30
-# Bytes that a layer keeps for the backward pass, per token and per unit of hidden size, width of the queries,
-# width of the keys and inner size of the MLP. Norms are always float32. Measured as the tensors that autograd saved;
-# for Megatron in bfloat16 as the peak on a GPU, where its MLP is fused.
-KEPT = {
-    "fsdp float32": (24, 16, 16, 16),
-    "fsdp bfloat16": (16, 10, 10, 8),
-    "fsdp compiled": (8, 6, 6, 6),
-    "megatron float32": (25, 25, 13, 21),
-    "megatron bfloat16": (14, 12, 12, 6),
-}
-# Logits, log-softmax and its gradient in float32; or 16-bit logits and gradient beside the other two.
-BYTES_A_LOGIT = 12
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 
@@ -43,22 +29,6 @@ def byte_size(num_bytes: float) -> str:
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 1024:.1f} KiB"
-
-
-def plain(number: float) -> str:
-    """Spells a number with at most one decimal place: 2, 1.7."""
-    return f"{number:.1f}".removesuffix(".0")
-
-
-@dataclass(frozen=True)
-class Item:
-    """A number of bytes and its formula in words. host: whether they are in host memory, not on the GPU."""
-
-    name: str
-    num_bytes: float
-    formula: str
-    lasting: bool = True
-    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,37 +48,6 @@ class RankMemory:
     @property
     def host(self) -> float:
         return sum(item.num_bytes for item in self.items if item.host)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The values of a model's config on which the size of its activations depends."""
-
-    layers: int
-    hidden: int
-    inner: int
-    queries: int
-    keys: int
-    vocab: int
-    experts_per_token: int = 0
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> Shape:
-        """Reads the values of a config.json, or of the part of it for the language model. Missing widths are 0."""
-
-        def number(*names: str) -> int:
-            return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-
-        hidden, heads = number("hidden_size"), number("num_attention_heads")
-        head = number("head_dim") or (hidden // heads if heads else 0)
-        queries, keys = heads * head, (number("num_key_value_heads") or heads) * head
-        if number("kv_lora_rank"):
-            queries = keys = heads * (number("qk_nope_head_dim") + number("qk_rope_head_dim"))
-        chosen = number("num_experts_per_tok") if number("moe_intermediate_size") else 0
-        inner = number("intermediate_size")
-        if chosen:
-            inner = number("moe_intermediate_size") * (chosen + number("n_shared_experts"))
-        return Shape(number("num_hidden_layers"), hidden, inner, queries, keys, number("vocab_size"), chosen)
 
 
 def trainer_memory(
@@ -138,12 +77,19 @@ def trainer_memory(
         size = gpu_bytes or 0.0 if on_gpu else None
         compared = compared_models(settings)
         whole = keeps_weights_whole(settings, held.total, sizes.data, size, compared=compared, trained=adapters)
-        items = _fsdp(settings, shape, held, sizes, whole=whole)
-        if adapters is not None:
-            items = [*_lora(settings, held, sizes, adapters, whole=whole), *items[3:]]
-    items += _activations(settings, shape, sizes, tokens, args, stage, layers)
+        items = _fsdp(settings, held, sizes, adapters, whole=whole)
+        # For each model that is sharded, whether all of its weights train.
+        cut = [] if whole else [adapters is None]
+        if settings.use_critic:
+            # Decided apart from the policy: a critic is compared with nothing, and all of it trains.
+            whole = keeps_weights_whole(settings.of_critic(), held.total, sizes.data, size)
+            items.append(_critic(settings, held, sizes, whole=whole))
+            cut += [] if whole else [True]
+        if cut and sizes.data > 1:
+            items.append(_gathered(settings, shape, held, trains=any(cut)))
+    items += activations(settings, shape, sizes, tokens, args, stage, layers)
     if args is None or stage == sizes.pipeline - 1:
-        items.append(_logits(settings, shape, sizes, tokens, in_place=args is None and _compiles(settings)))
+        items.append(logits(settings, shape, sizes, tokens, in_place=args is None and compiles(settings)))
     if settings.keep_old_actor:
         width = 2 if args is not None and settings.bf16 else 4
         share = (held.total if adapters is None else adapters) / (sizes.data if args is None else 1)
@@ -153,49 +99,59 @@ def trainer_memory(
     return RankMemory(tuple(items))
 
 
-def _fsdp(settings: TrainerSettings, shape: Shape, held: Held, sizes: Sizes, *, whole: bool) -> list[Item]:
-    """Estimates a rank of the fsdp backend. whole: each rank has all weights and gradients, in bfloat16 and float32."""
+def _fsdp(settings: TrainerSettings, held: Held, sizes: Sizes, adapters: int | None, *, whole: bool) -> list[Item]:
+    """Estimates a rank of the fsdp backend without its critic. whole: each rank has all weights and gradients, in
+    bfloat16 and float32."""
     ranks, total = sizes.data, held.total
-    references = settings.needs_reference and not settings.reference_is_base
     share, text = total / ranks, f"{total:,} / {ranks}" if ranks > 1 else f"{total:,}"
-    if whole:
-        everywhere = ", whole on each rank" if ranks > 1 else ""
+    everywhere = ", whole on each rank" if ranks > 1 else ""
+    if adapters is not None:
+        items = _lora(settings, held, sizes, adapters, whole=whole)
+    elif whole:
         items = [
             Item("weights", 2 * total, f"bfloat16: 2 x {total:,}{everywhere}"),
             Item("gradients", 4 * total, f"float32: 4 x {total:,}{everywhere}"),
             Item("optimizer", 12 * share, f"float32 weights and two moments: 12 x {text}"),
         ]
-        if references:
-            items.append(Item("reference model", 2 * total, f"bfloat16: 2 x {total:,}{everywhere}"))
-        if settings.use_critic:
-            words = f"weights, gradients and moments of its own: 6 x {total:,} + 12 x {text}"
-            items.append(Item("critic", 6 * total + 12 * share, words))
-        if settings.loads_teacher:
-            items.append(
-                Item("teacher", 2 * total, f"bfloat16, if it is as large as the policy: 2 x {total:,}{everywhere}")
-            )
-        return items
-    items = [
-        Item("weights", 4 * share, f"float32: 4 x {text}"),
-        Item("gradients", 4 * share, f"float32: 4 x {text}"),
-        Item("optimizer", 8 * share, f"two moments in float32: 8 x {text}"),
-    ]
-    if references:
-        items.append(Item("reference model", 4 * share, f"float32: 4 x {text}"))
-    if settings.use_critic:
-        each = 16 + 2 * bool(settings.bf16)
-        items.append(Item("critic", each * share, f"weights, gradients and moments of its own: {each} x {text}"))
+    else:
+        items = [
+            Item("weights", 4 * share, f"float32: 4 x {text}"),
+            Item("gradients", 4 * share, f"float32: 4 x {text}"),
+            Item("optimizer", 8 * share, f"two moments in float32: 8 x {text}"),
+        ]
+    kind, size, words = (
+        ("bfloat16", 2 * total, f"2 x {total:,}{everywhere}") if whole else ("float32", 4 * share, f"4 x {text}")
+    )
+    if settings.needs_reference and not settings.reference_is_base:
+        items.append(Item("reference model", size, f"{kind}: {words}"))
     if settings.loads_teacher:
-        items.append(Item("teacher", 4 * share, f"float32, if it is as large as the policy: 4 x {text}"))
-    if ranks > 1:
-        width = 2 if settings.bf16 else 4
-        outer = 2 * shape.vocab * shape.hidden
-        layer = max(0, total - outer) / max(1, shape.layers)
-        gathered = width * (outer + 2 * layer) + (width + 4) * layer
-        items.append(
-            Item("gathered weights", gathered, f"{width} x (2Vh + 2 layers), gradients of one layer", lasting=False)
-        )
+        items.append(Item("teacher", size, f"{kind}, if it is as large as the policy: {words}"))
     return items
+
+
+def _critic(settings: TrainerSettings, held: Held, sizes: Sizes, *, whole: bool) -> Item:
+    """Estimates the critic of a rank of the fsdp backend. whole: as in `_fsdp`."""
+    ranks, total = sizes.data, held.total
+    share, text = total / ranks, f"{total:,} / {ranks}" if ranks > 1 else f"{total:,}"
+    if whole:
+        words = f"weights, gradients and moments of its own: 6 x {total:,} + 12 x {text}"
+        return Item("critic", 6 * total + 12 * share, words)
+    each = 16 + 2 * bool(settings.bf16)
+    return Item("critic", each * share, f"weights, gradients and moments of its own: {each} x {text}")
+
+
+def _gathered(settings: TrainerSettings, shape: Shape, held: Held, *, trains: bool) -> Item:
+    """Estimates what FSDP2 gathers of a sharded model. trains: whether all of its weights have gradients."""
+    width = 2 if settings.bf16 else 4
+    outer = 2 * shape.vocab * shape.hidden
+    layer = max(0, held.total - outer) / max(1, shape.layers)
+    gathered = width * (outer + 2 * layer)
+    words = f"{width} x (2Vh + 2 layers)"
+    if trains:
+        return Item(
+            "gathered weights", gathered + (width + 4) * layer, f"{words}, gradients of one layer", lasting=False
+        )
+    return Item("gathered weights", gathered, words, lasting=False)
 
 
 def _lora(settings: TrainerSettings, held: Held, sizes: Sizes, adapters: int, *, whole: bool) -> list[Item]:
@@ -261,84 +217,6 @@ def _optimizer_bytes(settings: TrainerSettings, args: Mapping[str, Any]) -> tupl
         return (12, "float32 weights and two moments") if settings.bf16 else (8, "two moments in float32")
     kinds = {name: str(args.get(f"{name}_dtype") or "fp32") for name in ("main_params", "exp_avg", "exp_avg_sq")}
     return sum(BYTES.get(kind, 4) for kind in kinds.values()), " + ".join(kinds.values())
-
-
-def _activations(
-    settings: TrainerSettings,
-    shape: Shape,
-    sizes: Sizes,
-    tokens: int,
-    args: Mapping[str, Any] | None,
-    stage: int,
-    layers: int,
-) -> list[Item]:
-    width, tensor = 2 if settings.bf16 else 4, sizes.tensor
-    rows = -(-tokens // sizes.context)
-    # Without sequence parallelism every rank of a tensor parallel group keeps the residual stream whole.
-    stream = tensor if args is not None and args.get("sequence_parallel") else 1
-    kind = _precision(settings, sizes, args)
-    of_hidden, of_queries, of_keys, of_inner = KEPT[kind]
-    # Tokens go to their experts and come back, one copy each.
-    hidden = (of_hidden + 2 * width * shape.experts_per_token) * shape.hidden / stream
-    layer = rows * (hidden + (of_queries * shape.queries + of_keys * shape.keys + of_inner * shape.inner) / tensor)
-    flying = _in_flight(sizes, stage)
-    times = f" x {plain(flying)} micro-batches in flight" if flying != 1 else ""
-    if _recomputes(settings, args):
-        kept = width * rows * shape.hidden / stream
-        return [
-            Item(
-                "activations",
-                kept * layers * flying + layer,
-                f"recomputed: {width} x T x h x {layers} layers{times} + one layer; T = {rows:,}",
-                lasting=False,
-            )
-        ]
-    sums = f"{of_hidden}h + {of_queries}q + {of_keys}k + {of_inner}f"
-    formula = f"T x ({sums}){f' / {tensor}' if tensor > 1 else ''} x {layers} layers{times}"
-    return [Item("activations", layer * layers * flying, f"{formula}; T = {rows:,}", lasting=False)]
-
-
-def _precision(settings: TrainerSettings, sizes: Sizes, args: Mapping[str, Any] | None) -> str:
-    """Returns the key of KEPT."""
-    if args is not None:
-        return f"megatron {'bfloat16' if settings.bf16 else 'float32'}"
-    return "fsdp float32" if not settings.bf16 else "fsdp compiled" if _compiles(settings) else "fsdp bfloat16"
-
-
-def _compiles(settings: TrainerSettings) -> bool:
-    """Returns whether FSDP compiles its layers: by default with bfloat16, which is the default on GPUs."""
-    return bool(settings.bf16 if settings.compile is None else settings.compile)
-
-
-def _recomputes(settings: TrainerSettings, args: Mapping[str, Any] | None) -> bool:
-    return settings.gradient_checkpointing or (args is not None and args.get("recompute_granularity") == "full")
-
-
-def _in_flight(sizes: Sizes, stage: int) -> float:
-    """Returns the number of micro-batches whose activations a stage keeps at once with the 1F1B schedule.
-
-    Virtual stages keep parts of a micro-batch.
-    """
-    stages_left = sizes.pipeline - stage
-    if sizes.virtual == 1:
-        return stages_left
-    chunks = 2 * (stages_left - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
-    return chunks / sizes.virtual
-
-
-def _logits(settings: TrainerSettings, shape: Shape, sizes: Sizes, tokens: int, *, in_place: bool) -> Item:
-    """Estimates the logits. in_place: whether their gradient reuses their memory, with no other buffer of that size."""
-    rows, width = -(-tokens // sizes.context), 2 if settings.bf16 else 4
-    if in_place:
-        return Item("logits", width * rows * shape.vocab, f"{width} x T x {shape.vocab:,}", lasting=False)
-    share = f" / {sizes.tensor}" if sizes.tensor > 1 else ""
-    chunk = settings.log_probs_chunk_size
-    if 0 < chunk < rows:
-        size = (2 * width * rows + 8 * chunk) * shape.vocab / sizes.tensor
-        return Item("logits", size, f"({2 * width} x T + 8 x {chunk:,}) x {shape.vocab:,}{share}", lasting=False)
-    size = BYTES_A_LOGIT * rows * shape.vocab / sizes.tensor
-    hint = "" if chunk > 0 else "; --log-probs-chunk-size reduces it"
-    return Item("logits", size, f"{BYTES_A_LOGIT} x T x {shape.vocab:,}{share}{hint}", lasting=False)
 
 
 def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> float:
