@@ -13,7 +13,15 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trainer_float64 import LORA_LAYERS, Lora64, reference_log_probs, write_adapter
-from trainer_tiny import Runner, alone, make_samples, make_settings, write_fp8_model, write_model
+from trainer_tiny import (
+    Runner,
+    alone,
+    make_samples,
+    make_settings,
+    write_fp8_model,
+    write_gated_model,
+    write_model,
+)
 
 from slime.trainer.backends.base import REFERENCE
 from slime.trainer.backends.fsdp.lora import LoraLinear
@@ -123,10 +131,13 @@ def test_weights_are_merged_from_the_frozen_base_every_time(model: str, bf16: bo
         assert all(torch.equal(again[name], weight) for name, weight in sent.items())
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "Qwen3_5Config"])
 def test_an_export_adds_updates_to_the_frozen_weights_of_the_files(kind: str, model: str, tmp_path: Path):
     if kind == "experts":
         model = write_model(tmp_path / "experts", experts=4)
+    elif kind != "dense":
+        # Its files have other names than the model that is trained.
+        model = write_gated_model(tmp_path / "nested", kind)
     runner = Runner(make_settings(model, lora_rank=RANK, bf16=True, lora_alpha=8.0))
     runner.run()
     adapter, base = runner.backend.adapter(), load_file(Path(model) / "model.safetensors")
@@ -135,8 +146,10 @@ def test_an_export_adds_updates_to_the_frozen_weights_of_the_files(kind: str, mo
     assert {p.dtype for p in runner.backend.policy.parameters() if not p.requires_grad} == {torch.bfloat16}
     sent = dict(runner.backend.named_weights(dtype=torch.bfloat16))
     exported = runner.weights()
-    assert exported.keys() == base.keys() == sent.keys()
-    for name, weight in base.items():
+    assert exported.keys() == sent.keys() == base.keys() - set(runner.backend.untrained_weights())
+    assert len(updates) >= 16
+    for name in exported:
+        weight = base[name]
         a, b = (updates.get(f"{name.removesuffix('weight')}{part}.weight") for part in ("lora_A", "lora_B"))
         expected = weight if a is None else weight + 2.0 * b @ a
         torch.testing.assert_close(exported[name], expected, rtol=1e-6, atol=1e-6 if a is not None else 0)

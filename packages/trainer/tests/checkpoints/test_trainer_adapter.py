@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_stack import Stack
-from trainer_tiny import make_samples
-from transformers import AutoModelForCausalLM
+from trainer_tiny import Runner, make_samples, make_settings, write_gated_model
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 RANK = 4
 
@@ -53,6 +53,50 @@ def test_an_exported_model_has_the_merged_weights_and_the_adapter_below(exported
             assert a.shape == (RANK, weight.shape[1]) and b.shape == (weight.shape[0], RANK) and b.abs().max() > 0
             update = 6 / RANK * b @ a
         torch.testing.assert_close(merged[name], weight + update)
+
+
+def write_nested(path: Path, model: str) -> Path:
+    """An adapter of two updates, written by a trainer of the text model inside `model`."""
+    runner = Runner(make_settings(model, lora_rank=RANK, lora_alpha=6.0))
+    for step in range(2):
+        runner.run(step)
+    adapter = runner.backend.adapter()
+    assert adapter is not None
+    path.mkdir()
+    adapter.write(path)
+    return path
+
+
+def test_an_adapter_has_the_names_of_the_files_that_the_model_came_from(tmp_path: Path):
+    model = write_gated_model(tmp_path / "m", "Qwen3_5Config")
+    path = write_nested(tmp_path / "adapter", model)
+    tensors = load_file(path / "adapter_model.safetensors")
+    targets = json.loads((path / "adapter_config.json").read_text())["target_modules"]
+    # The class that the directory names, which engines and peft load.
+    base = AutoModelForImageTextToText.from_pretrained(model)
+    expected = {}
+    for name, module in base.named_modules():
+        if isinstance(module, torch.nn.Linear) and any(f".{name}".endswith(f".{target}") for target in targets):
+            expected[f"base_model.model.{name}.lora_A.weight"] = (RANK, module.in_features)
+            expected[f"base_model.model.{name}.lora_B.weight"] = (module.out_features, RANK)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    assert any(".language_model.layers.0.linear_attn.in_proj_qkv." in name for name in tensors)
+    # Resumed from these names, and from those that peft gives an adapter of the text model alone.
+    again = Runner(make_settings(model, lora_rank=RANK, lora_alpha=6.0), weights=str(path))
+    assert all(torch.equal(t, tensors[f"base_model.model.{n}"]) for n, t in again.backend.adapter().weights)
+    plain = {name.replace(".language_model.", "."): tensor for name, tensor in tensors.items()}
+    save_file(plain, path / "adapter_model.safetensors")
+    again = Runner(make_settings(model, lora_rank=RANK, lora_alpha=6.0), weights=str(path))
+    assert all(torch.equal(t, tensors[f"base_model.model.{n}"]) for n, t in again.backend.adapter().weights)
+
+
+def test_peft_loads_the_adapter_of_a_nested_text_model(tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    model = write_gated_model(tmp_path / "m", "Qwen3_5Config")
+    path = write_nested(tmp_path / "adapter", model)
+    base, tensors = AutoModelForImageTextToText.from_pretrained(model), load_file(path / "adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, path))
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 def test_peft_loads_the_adapter_and_computes_the_merged_model(exported: Path, model: str):

@@ -51,7 +51,8 @@ class AdapterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter that is written. weights: by the names of their parameters, one at a time. elements: their number."""
+    """An adapter that is written. weights: by the names that fit those in the model's files, one at a time. elements:
+    their number."""
 
     config: AdapterConfig
     weights: NamedTensors
@@ -64,8 +65,11 @@ class Adapter:
         write_file(directory / WEIGHTS_FILE, tensors)
 
 
-def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Reads the tensors of an adapter by the names of its parameters. shapes: those of the model's adapter.
+def read_adapter(
+    path: str, config: AdapterConfig, shapes: Mapping[str, torch.Size], in_files: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Reads the tensors of an adapter by the names of its parameters. shapes: those of the model's adapter. in_files:
+    their names as `Adapter` writes them; peft writes these, or those of the parameters, after the class of its model.
 
     Raises InvalidSetting where the directory holds another adapter than the settings describe, InvalidFile.
     """
@@ -77,7 +81,9 @@ def read_adapter(path: str, config: AdapterConfig, shapes: Mapping[str, torch.Si
         tensors = load_file(Path(path) / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise InvalidFile(f"--load: {path}: {WEIGHTS_FILE}: {error}", field="--load", value=path) from error
-    found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    own = {written: name for name, written in in_files.items()}
+    plain = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    found = {own.get(name, name): tensor for name, tensor in plain.items()}
     if other := sorted(found.keys() ^ shapes.keys()):
         raise InvalidSetting.conflict(
             "--lora-target-modules", f"--load {path}",

@@ -158,10 +158,10 @@ class FsdpBackend(Backend):
         s = self.settings
         if not s.lora_rank:
             return None
-        adapters = add_adapters(policy, s)
+        adapters = add_adapters(policy, s, self._other_in_files)
         if weights:
             shapes = {name: p.shape for name, p in policy.named_parameters() if name in adapters.names}
-            adapters.load(read_adapter(weights, adapters.config, shapes))
+            adapters.load(read_adapter(weights, adapters.config, shapes, adapters.names))
         return adapters
 
     def _load_compared(self, path: str, flag: str) -> nn.Module:
@@ -338,7 +338,8 @@ class FsdpBackend(Backend):
         if self.adapters is None:
             return None
         updates = self._adapter_weights()
-        whole = ((name, self._whole(name, tensor, torch.float32)) for name, tensor in updates.items())
+        names = self.adapters.names
+        whole = ((names[name], self._whole(name, tensor, torch.float32)) for name, tensor in updates.items())
         return Adapter(self.adapters.config, whole, sum(tensor.numel() for tensor in updates.values()))
 
     def _adapter_weights(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.quantization_config import quantization_of
 from slime.trainer.backends.fsdp.model import decoder_layers
+from slime.trainer.backends.fsdp.names import disk_parts
 from slime.trainer.backends.snapshots import local
 from slime.trainer.checkpoints.adapter import AdapterConfig
 from slime.trainer.checkpoints.hf_directory import NamedTensors
@@ -89,12 +90,18 @@ class _BaseFiles:
 
 
 class Adapters:
-    """The updates of a model's layers. layers: by name of the module. config: as peft describes them."""
+    """The updates of a model's layers. layers: by name of the module. config: as peft describes them. names: of the
+    parameters, each with the name that belongs to the names in the model's files."""
 
-    def __init__(self, layers: Mapping[str, LoraLinear], config: AdapterConfig) -> None:
+    def __init__(self, layers: Mapping[str, LoraLinear], config: AdapterConfig, in_files: Mapping[str, str]) -> None:
+        """in_files: names of the layers in the model's files."""
         self.layers = layers
         self.config = config
-        self.names = {f"{name}.{part}.weight" for name in layers for part in ("lora_A", "lora_B")}
+        self.names = {
+            f"{name}.{part}.weight": f"{in_files[name]}.{part}.weight"
+            for name in layers
+            for part in ("lora_A", "lora_B")
+        }
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -149,8 +156,11 @@ class Adapters:
             layer.lora_B.weight.copy_(tensors[f"{name}.lora_B.weight"])
 
 
-def add_adapters(model: Any, settings: TrainerSettings) -> Adapters:
-    """Freezes a model and gives its layers updates, the same on every rank. Raises InvalidSetting, NotAvailable."""
+def add_adapters(model: Any, settings: TrainerSettings, renamed: Container[str] = ()) -> Adapters:
+    """Freezes a model and gives its layers updates, the same on every rank. Raises InvalidSetting, NotAvailable.
+
+    renamed: tensors that have other names in the model's files.
+    """
     base, rank, alpha = settings.hf_checkpoint, settings.lora_rank, settings.lora_alpha
     if quantization_of(json.loads((Path(base) / "config.json").read_text())):
         raise NotAvailable.unavailable(
@@ -173,7 +183,19 @@ def add_adapters(model: Any, settings: TrainerSettings) -> Adapters:
         len(adapted),
         f"{sum(p.numel() for p in model.parameters()) - trained:,}",
     )
-    return Adapters(adapted, AdapterConfig(base, rank, alpha, tuple(_described(model, adapted))))
+    in_files = {name: _in_files(model, name, renamed) for name in adapted}
+    targets = tuple(sorted({in_files.get(name, name) for name in _described(model, adapted)}))
+    return Adapters(adapted, AdapterConfig(base, rank, alpha, targets), in_files)
+
+
+def _in_files(model: nn.Module, layer: str, renamed: Container[str]) -> str:
+    """Returns the name of a layer in the model's files: that of the class that the files are of, where it is trained as
+    a part of it. Engines and peft load that class."""
+    weight = f"{layer}.weight"
+    if weight not in renamed:
+        return layer
+    parts = disk_parts(model, weight, torch.empty(0, device="meta"))
+    return next(iter(parts)).removesuffix(".weight") if len(parts) == 1 else layer
 
 
 def target_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
