@@ -1,8 +1,9 @@
 """Loss masks of conversations: the tokens that supervised fine-tuning trains on.
 
 A conversation is tokenised turn by turn, so that every assistant turn keeps its reasoning where the chat template drops
-that of earlier turns. Masks are 1 on what the assistant wrote, its end-of-turn tokens included, and 0 elsewhere; a
-message with `"step_loss_mask": 0` is not trained on.
+that of earlier turns. For Qwen3.5 it is rendered at once, and trained on as its template leaves it. Masks are 1 on what
+the assistant wrote, its end-of-turn tokens included, and 0 elsewhere; a message with `"step_loss_mask": 0` is not
+trained on.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.settings.rollout import LOSS_MASK_TYPES
+from slime.types.errors import InvalidField, InvalidSetting
+
 __all__ = ["MultiTurnLossMaskGenerator", "get_response_lengths"]
 
 Message = dict[str, Any]
-TYPES = ("qwen", "qwen3", "distill_qwen")
 PROBE = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
 DISTILLED = "<｜Assistant｜>"
+# Qwen3.5's template has these. The line that opens the reasoning, also where that is empty, belongs to the prompt which
+# the model continues.
+TURN, END = "<|im_start|>", "<|im_end|>"
+ANSWER, OPENED = f"{TURN}assistant\n", "<think>\n"
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
@@ -28,24 +35,36 @@ class MultiTurnLossMaskGenerator:
     """Tokenizes conversations with a chat template and masks the tokens that the assistant did not write.
 
     tokenizer_type: `qwen` renders each turn alone, `qwen3` behind a user turn (its template needs one), `distill_qwen`
-    takes the first message as the prompt and trains on the last.
+    takes the first message as the prompt and trains on the last. `qwen3_5` renders the conversation at once, as Qwen3.5
+    was trained: its template has a place for reasoning in the answers behind the last user turn, and none in earlier
+    ones.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        """Raises ValueError for an unknown type."""
-        if tokenizer_type not in TYPES:
-            raise ValueError(f"tokenizer_type must be one of {', '.join(TYPES)}, got {tokenizer_type!r}")
+        """Raises ValueError for an unknown type, InvalidSetting for a tokenizer that is not fast with `qwen3_5`."""
+        if tokenizer_type not in LOSS_MASK_TYPES:
+            raise ValueError(f"tokenizer_type must be one of {', '.join(LOSS_MASK_TYPES)}, got {tokenizer_type!r}")
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
         if tokenizer_type == "qwen" and DISTILLED in tokenizer.get_added_vocab():
             self.tokenizer_type = "distill_qwen"
+        if tokenizer_type == "qwen3_5":
+            if not tokenizer.is_fast:
+                raise InvalidSetting.requires(
+                    "--loss-mask-type qwen3_5",
+                    "a fast tokenizer (tokenizer.json)",
+                    "others do not tell where tokens lie",
+                )
+            return
         once, twice = self._render([PROBE]), self._render([PROBE, PROBE])
         # Two user turns have one turn more than one; the rest of `once` is the default system message.
         self.system_message_length = 2 * len(once) - len(twice)
         self.gen_token_length = len(self._render([PROBE], add_generation_prompt=True)) - len(once)
 
     def get_loss_mask(self, messages: list[Message], tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
-        """Returns (token ids, mask), of equal length."""
+        """Returns (token ids, mask), of equal length. Raises InvalidField for text that looks like a turn."""
+        if self.tokenizer_type == "qwen3_5":
+            return self._at_once(messages, tools)
         if self.tokenizer_type == "distill_qwen":
             prompt = self._render(messages[:1], tools, add_generation_prompt=True)
             response = self.tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
@@ -58,6 +77,23 @@ class MultiTurnLossMaskGenerator:
             written = len(turn) - self.gen_token_length if message["role"] == "assistant" else 0
             mask += [0] * (len(turn) - written) + [_trained(message)] * written
         return ids, mask
+
+    def _at_once(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[int], list[int]]:
+        text = self._text(messages, tools)
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if text.count(ANSWER) != len(answers) or text.count(TURN) != text.count(END):
+            expected = f"a template that writes {TURN}ROLE and {END} once per turn, and messages without these words"
+            raise InvalidField("messages", text, expected)
+        trained, start = bytearray(len(text)), 0
+        for message in answers:
+            start = text.index(ANSWER, start) + len(ANSWER)
+            end = text.index(END, start) + len(END)
+            end += text.startswith("\n", end)
+            first = start + len(OPENED) if text.startswith(OPENED, start) else start
+            trained[first:end] = bytes([_trained(message)]) * (end - first)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A token that has some of it, such as a line break before and one behind, is trained on.
+        return list(encoded["input_ids"]), [int(any(trained[a:b])) for a, b in encoded["offset_mapping"]]
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         return get_response_lengths(loss_masks)
@@ -79,8 +115,12 @@ class MultiTurnLossMaskGenerator:
         return turn[self.system_message_length :] if position and message["role"] != "system" else turn
 
     def _render(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        text = self._text(messages, tools, **options)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
+        text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return text
 
 
 def _trained(message: Message) -> int:

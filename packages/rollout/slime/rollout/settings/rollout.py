@@ -22,6 +22,7 @@ from slime.types.shared_settings import (
 )
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 REPLAY_FUNCTION = "slime.rollout.forge_load.generate_rollout"
 DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
@@ -36,8 +37,9 @@ class RolloutSettings(
     loss_mask_type: str = setting(
         "qwen",
         "Rendering of conversations for --rollout-function-path slime.rollout.sft_rollout.generate_rollout: each turn "
-        "alone, behind a user turn, or the last turn only",
-        choices=("qwen", "qwen3", "distill_qwen"),
+        "alone (qwen), behind a user turn (qwen3), all at once with the reasoning that Qwen3.5's template keeps "
+        "(qwen3_5), or the last turn only (distill_qwen)",
+        choices=LOSS_MASK_TYPES,
     )
     rollout_function_path: str = setting(
         DEFAULT_ROLLOUT_FUNCTION, "Rollout function, as module.attribute or file.py:function"
