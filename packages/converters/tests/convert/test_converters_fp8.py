@@ -161,6 +161,7 @@ def test_the_config_says_how_weights_are_quantized(inside: tuple[str, ...]) -> N
 
     assert quantization_of(config()) == FP8
     assert updatable(config(), "M") == Fp8Blocks((128, 128))
+    assert updatable(config(fmt="float8_e4m3fn"), "M") == Fp8Blocks((128, 128))
     assert updatable(config(scale_fmt="ue8m0"), "M") == Fp8Blocks((128, 128), power_of_two=True)
     for changes, reason in (
         ({"weight_block_size": None}, "not to fp8 with weight_block_size None"),

@@ -11,6 +11,8 @@ from typing import Any
 
 from slime.types.errors import InvalidFile, NotAvailable
 
+# Values of fmt in config.json for e4m3; MiniMax-M2 has torch's name.
+E4M3 = (None, "e4m3", "float8_e4m3fn")
 # Values of scale_fmt in config.json: of factors, and whether they are powers of two.
 SCALE_FORMATS = {"None": False, "float": False, "ue8m0": True}
 
@@ -55,7 +57,7 @@ def updatable(config: Mapping[str, Any], what: str) -> Fp8Blocks | None:
     if block is None:
         size = f" with weight_block_size {quantization.get('weight_block_size')}" if method == "fp8" else ""
         reason = f"weight updates are quantized to FP8 in blocks, not to {quantization.get('format') or method}{size}"
-    elif quantization.get("fmt") not in (None, "e4m3") or power_of_two is None:
+    elif quantization.get("fmt") not in E4M3 or power_of_two is None:
         reason = (
             f"weight updates are quantized to e4m3 with factors in float or ue8m0, not as {dict(quantization)} has it"
         )
