@@ -19,7 +19,7 @@ from tiny_families import NAMES, write_tiny
 
 SECONDS = 120.0
 # For several ranks, one family of every kind of layer: megatron-core takes seconds to save even the smallest model.
-ONE_OF_A_KIND = ("glm4", "glm4_moe_mtp", "deepseek_v3", "qwen3_moe_dense_first", "mimo")
+ONE_OF_A_KIND = ("glm4", "glm4_moe_mtp", "deepseek_v3", "qwen3_moe_dense_first", "mimo", "minimax_m2")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,15 @@ GATED = {
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
 }
 GATED_MOE = {**GATED, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 24}
+MINIMAX = {
+    "num_hidden_layers": 3,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "head_dim": 32,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -164,6 +173,9 @@ _TINY = {
         "DeepseekV3", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "vocab_size": 157, "rms_norm_eps": 1e-5}
     ),
     "kimi_k2": Tiny("DeepseekV3", {**LATENT, "rope_parameters": YARN}, "kimi_k2"),
+    "minimax_m2": Tiny("MiniMaxM2", MINIMAX),
+    # Two ranks have the same key.
+    "minimax_m2_one_key": Tiny("MiniMaxM2", {**MINIMAX, "num_key_value_heads": 1, "vocab_size": 157}),
     "mimo": Tiny("Qwen2", {"num_nextn_predict_layers": 1, "vocab_size": 157}, "mimo", "MiMoForCausalLM", ahead=True),
 }
 NAMES = tuple(_TINY)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from converters_tiny import MOE, QWEN3, all_files, hf_directory, names, random_tensors
+from converters_tiny import MINIMAX, MOE, QWEN3, all_files, hf_directory, names, random_tensors
 from safetensors.torch import load_file
 
 from slime.converters.cli import main
 from slime.converters.convert import hf_to_torch_dist, to_hf, torch_dist_to_hf
 from slime.converters.files.safetensors_dir import INDEX, SafetensorsDir
 from slime.converters.inspection.verify import compare
+from slime.converters.torch_dist.keys import Layout
 from slime.converters.torch_dist.reader import TorchDist
 from slime.types.directories import MARK
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", [QWEN3, QWEN3 | {"tie_word_embeddings": True}, MOE], ids=["dense", "tied", "moe"])
+@pytest.mark.parametrize(
+    "config",
+    [QWEN3, QWEN3 | {"tie_word_embeddings": True}, MOE, MINIMAX],
+    ids=["dense", "tied", "moe", "minimax"],
+)
 def test_there_and_back_is_the_same_directory(config: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     source = hf_directory(tmp_path / "hf", config, dtype=dtype)
     directory = hf_to_torch_dist.convert(source, tmp_path / "td")
@@ -35,6 +41,22 @@ def test_there_and_back_is_the_same_directory(config: dict[str, Any], dtype: tor
         assert (back / name).read_bytes() == (source / name).read_bytes() or name == INDEX
     weight_maps = [json.loads((path / INDEX).read_text())["weight_map"] for path in (source, back)]
     assert weight_maps[0] == weight_maps[1]
+
+
+def test_norms_across_heads_are_read_by_the_names_of_the_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hf_directory(tmp_path / "hf", MINIMAX)
+    ours = Layout.place
+    with monkeypatch.context() as patch:
+        patch.setattr(Layout, "place", lambda self, name: ours(self, re.sub(r"\b([qk])_layernorm\b", r"\1_norm", name)))
+        patch.setattr(Layout, "aliases", lambda self, name: [])
+        directory = hf_to_torch_dist.convert(source, tmp_path / "td")
+    keys = {key for key in TorchDist(directory).tensors if "self_attention" in key}
+    assert {key.rpartition("self_attention.")[2] for key in keys} == {
+        "linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight", "q_norm.weight", "k_norm.weight",
+    }  # fmt: skip
+    assert not list(compare(source, torch_dist_to_hf.convert(directory, tmp_path / "back")))
 
 
 def test_tensors_are_those_that_megatron_stacks(tmp_path: Path) -> None:

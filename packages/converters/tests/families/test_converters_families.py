@@ -12,6 +12,7 @@ from converters_published import (
     GLM45,
     GLM47_FLASH,
     LLAMA32_1B,
+    MINIMAX_M25,
     QWEN3_4B,
     QWEN3_30B_A3B,
     QWEN25_05B,
@@ -34,6 +35,7 @@ SIZES = {
     "DeepSeek-V3": 671.0,
     "Moonlight": 16.0,
     "GLM-4.7-Flash": 29.9,
+    "MiniMax-M2.5": 228.7,
 }
 
 
@@ -86,6 +88,10 @@ def test_what_a_config_leaves_out_has_the_default_of_transformers() -> None:
     assert args["untie_embeddings_and_output_weights"]
     moe = {key: value for key, value in QWEN3_30B_A3B.items() if key != "norm_topk_prob"}
     assert find_family(moe).arguments(moe)["moe_router_pre_softmax"]
+    known = find_family(MINIMAX_M25).arguments(MINIMAX_M25)
+    bare = {key: value for key, value in MINIMAX_M25.items() if key not in ("head_dim", "rope_theta", "rotary_dim")}
+    del known["rotary_percent"]
+    assert find_family(bare).arguments(bare) == known
 
 
 def test_layers_with_experts_are_those_that_transformers_5_lists() -> None:
@@ -125,6 +131,14 @@ def test_dense_layers_among_those_with_experts_are_listed() -> None:
         (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type"),
         (DEEPSEEK_V3, {"num_experts_per_tok": 6}, "topk_group"),
         (GLM47_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (MINIMAX_M25, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+        (MINIMAX_M25, {"use_qk_norm": False}, "use_qk_norm"),
+        (MINIMAX_M25, {"use_routing_bias": False}, "use_routing_bias"),
+        (MINIMAX_M25, {"scoring_func": "softmax"}, "scoring_func"),
+        (MINIMAX_M25, {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+        (MINIMAX_M25, {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        (MINIMAX_M25, {"attn_type_list": [0] + [1] * 61}, "attn_type_list"),
+        (MINIMAX_M25, {"num_experts_per_tok": 1}, "num_experts_per_tok"),
     ],
 )
 def test_what_megatron_cannot_build_is_refused_by_name(
@@ -187,6 +201,7 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_experts = 4, got 5"),
         ({"n_routed_experts": 6, "n_group": 4}, "n_group must be a divisor of n_routed_experts = 6, got 4"),
         ({"mlp_only_layers": [1.5]}, "mlp_only_layers must be a list of whole numbers, got [1.5]"),
+        ({"head_dim": 16, "rotary_dim": 32}, "rotary_dim must be at most head_dim = 16, got 32"),
         ({"mlp_layer_types": ["moe"]}, "mlp_layer_types must be a list of dense and sparse, got ['moe']"),
     ],
 )

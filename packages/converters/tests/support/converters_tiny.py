@@ -37,6 +37,14 @@ MOE: dict[str, Any] = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+MINIMAX: dict[str, Any] = QWEN3 | {
+    "model_type": "minimax_m2",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 4,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+}
 
 
 def random_tensors(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

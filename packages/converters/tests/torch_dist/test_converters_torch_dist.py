@@ -139,6 +139,13 @@ def test_keys_of_layers_experts_and_norms() -> None:
     # Without latent attention these are norms of heads, in layers of either kind.
     assert other_keys(f"{moment}.self_attention.q_layernorm.weight", latent=False) == []
     assert other_keys(f"{moment}.input_layernorm.weight", latent=True) == []
+    across = Layout(3, 4, True, False, across_heads=True)
+    assert across.aliases("decoder.layers.1.self_attention.k_layernorm.weight") == [
+        Place("decoder.layers.self_attention.k_norm.weight", (1,), (3,))
+    ]
+    original = f"{moment}.self_attention.q_norm.weight"
+    assert other_keys(f"{moment}.self_attention.q_layernorm.weight", latent=False, across_heads=True) == [original]
+    assert other_keys(original, latent=False, across_heads=True) == [f"{moment}.self_attention.q_layernorm.weight"]
     inner = "mtp.layers.0.transformer_layer.input_layernorm.weight"
     assert stacked.place(inner) == Place("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight")
     with pytest.raises(InvalidSetting, match="--num-experts"):

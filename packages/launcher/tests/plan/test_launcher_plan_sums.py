@@ -215,6 +215,15 @@ def test_a_critic_beside_adapters_is_sharded_by_its_own_size() -> None:
     assert items(1e6, advantage_estimator="grpo")["gathered weights"] == width * (outer + 2 * layer)
 
 
+def test_activations_of_experts_are_those_that_a_token_chooses() -> None:
+    for name, inner, chosen in (("minimax-m2", 1536, 8), ("qwen3-30B-A3B", 768, 8), ("deepseek-v3", 2048, 8)):
+        config = model_config(name)
+        shape = Shape.of(config)
+        shared = config.get("n_shared_experts", 0)
+        assert (shape.inner, shape.experts_per_token) == (inner * (chosen + shared), chosen)
+    assert Shape.of(model_config("qwen3-4B")).inner == 9728
+
+
 def test_the_cache_and_the_checkpoint() -> None:
     config = model_config("qwen3-4B")
     assert kv_bytes(config) == 2 * 36 * 8 * 128 * 2 and kv_bytes(config, 4) == kv_bytes(config) / 4

@@ -1,5 +1,5 @@
 """Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`; with `gated` at the end
-by test_trainer_megatron_gated.
+by test_trainer_megatron_gated, with `minimax` by test_trainer_megatron_minimax.
 
 MODELS: directory with the models `dense`, `tied` and `experts`. A case writes CASE.json and CASE.safetensors in DIR.
 """
@@ -85,6 +85,23 @@ GATED_CASES: Cases = {
     },
 }  # fmt: skip
 
+# With models of MiniMax-M2; two ranks have the same key of `one-key`.
+MINIMAX_CASES: Cases = {
+    1: {"alone": ("minimax", {}, {})},
+    2: {
+        "tensor": ("minimax", {TP: 2, SP: True, "use_distributed_optimizer": True}, {}),
+        "tensor-one-key": ("one-key", {TP: 2, SP: True}, {}),
+        "tensor-experts": ("minimax", {TP: 2, SP: True, EP: 2, "expert_tensor_parallel_size": 1}, {}),
+        "context": ("minimax", {CP: 2}, {}),
+        "pipeline-recompute": (
+            "minimax", {PP: 2, "recompute_granularity": "full", "recompute_method": "uniform",
+                        "recompute_num_layers": 1}, {},
+        ),
+    },
+    4: {"tensor-pipeline": ("one-key", {TP: 2, PP: 2, SP: True}, {})},
+}  # fmt: skip
+OF_OTHERS = {"gated": GATED_CASES, "minimax": MINIMAX_CASES}
+
 
 def batch_of(runner: Runner) -> tuple[list[Any], list[Any]]:
     """This replica's micro-batches of the first update, and the positions in them."""
@@ -143,7 +160,7 @@ def run(case: str, ranks: Ranks, directory: Path, models: Path, cases: Cases) ->
 
 def main() -> None:
     rank, world_size, directory, models = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
-    cases = GATED_CASES if "gated" in sys.argv[5:] else CASES
+    cases = OF_OTHERS[sys.argv[5]] if len(sys.argv) > 5 else CASES
     torch.set_num_threads(1)
     device = pick_device(rank)
     if device.type == "cuda":

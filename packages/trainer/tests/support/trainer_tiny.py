@@ -45,23 +45,45 @@ def write_model(path: Path, seed: int = 0, tied: bool = False, layers: int = 2, 
     return str(path)
 
 
-def write_fp8_model(path: Path, block: tuple[int, int] = BLOCK, scale_fmt: str | None = None, experts: int = 0) -> Path:
-    """A Qwen3 whose projections are FP8 in blocks, and everything else bfloat16."""
+def write_minimax_model(path: Path, **values: Any) -> str:
+    """A MiniMax-M2 whose norms and biases of routers are random, too."""
+    from transformers import AutoModelForCausalLM, MiniMaxM2Config
+
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256, initializer_range=0.15, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(MiniMaxM2Config(**(sizes | values)))
+    for name, tensor in model.state_dict().items():
+        if "norm" in name or "e_score" in name:
+            tensor += 0.3 * torch.randn_like(tensor)
+    model.save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return str(path)
+
+
+def write_fp8_model(
+    path: Path, block: tuple[int, int] = BLOCK, scale_fmt: str | None = None, experts: int = 0, fmt: str = "e4m3"
+) -> Path:
+    """A Qwen3 whose projections are FP8 in blocks, and everything else bfloat16; a MiniMax-M2 for its `fmt`."""
     from safetensors.torch import save_file
 
     from slime.converters.convert import fp8
     from slime.converters.files.safetensors_dir import SafetensorsDir
 
-    weights = dict(SafetensorsDir(write_model(path, experts=experts)))
+    minimax = fmt == "float8_e4m3fn"
+    weights = dict(SafetensorsDir(write_minimax_model(path) if minimax else write_model(path, experts=experts)))
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
-        if "_proj" in name:
+        if "_proj" in name or ".experts." in name:
             pair = fp8.quantize(tensor.bfloat16(), block, power_of_two=scale_fmt == "ue8m0")
             stored[name], stored[f"{name}_scale_inv"] = pair
         else:
             stored[name] = tensor.bfloat16()
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    quantization: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
+    quantization: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": fmt}
     quantization |= {"activation_scheme": "dynamic"} | ({"scale_fmt": scale_fmt} if scale_fmt else {})
     config = json.loads((path / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": quantization}

@@ -76,11 +76,11 @@ def quantized(model: Path, runner: Runner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("kind", [{}, {"experts": 4}, {"fmt": "float8_e4m3fn"}], ids=["dense", "experts", "minimax"])
 def test_a_directory_is_the_checkpoint_and_then_the_trained_weights(
-    tmp_path: Path, engine: FakeEngine, updates_of: Updates, backend: str, experts: int
+    tmp_path: Path, engine: FakeEngine, updates_of: Updates, backend: str, kind: dict[str, Any]
 ) -> None:
-    model = write_fp8_model(tmp_path / "model", experts=experts)
+    model = write_fp8_model(tmp_path / "model", **kind)
     shared = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "shared")}
     updates, runner = updates_of(model, backend, **shared, update_weight_disk_keep_files=True)
     published = tensors_of(model)

@@ -14,6 +14,7 @@ from slime.converters.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from slime.converters.families.glm import GLM4, GLM4_MOE
 from slime.converters.families.llama import LLAMA
 from slime.converters.families.mimo import MIMO
+from slime.converters.families.minimax import MINIMAX_M2
 from slime.converters.families.mtp import without_missing
 from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from slime.converters.families.qwen_gated import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, with_layout
@@ -23,6 +24,7 @@ from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
 FAMILIES = (
     QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, MIMO,
+    MINIMAX_M2,
 )  # fmt: skip
 
 

@@ -38,11 +38,11 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
         "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "linear_conv_kernel_dim", "shared_expert_intermediate_size",
-        "full_attention_interval",
+        "full_attention_interval", "rotary_dim",
     )),
     ("a whole number of at least 0", _whole(0), (
         "head_dim", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq",
-        "decoder_sparse_step", "num_nextn_predict_layers", "num_mtp_layers",
+        "decoder_sparse_step", "num_nextn_predict_layers", "num_mtp_layers", "shared_intermediate_size",
     )),
     ("a number above 0, at most 1", lambda value: _positive(value) and value <= 1, ("partial_rotary_factor",)),
     ("a number above 0", _positive, (
@@ -52,12 +52,12 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("a number", _number, ("routed_scaling_factor", "mscale", "mscale_all_dim")),
     ("true or false", lambda value: isinstance(value, bool), (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob", "use_sliding_window",
-        "rope_interleave",
+        "rope_interleave", "use_routing_bias",
     )),
-    ("a list of whole numbers", _whole_numbers, ("mlp_only_layers",)),
+    ("a list of whole numbers", _whole_numbers, ("mlp_only_layers", "attn_type_list")),
     ("a list of dense and sparse", _kinds_of_layers, ("mlp_layer_types",)),
     ("a string", lambda value: isinstance(value, str), (
-        "model_type", "hidden_act", "rope_type", "type", "scoring_func", "topk_method",
+        "model_type", "hidden_act", "rope_type", "type", "scoring_func", "topk_method", "qk_norm_type",
     )),
     ("an object", lambda value: isinstance(value, dict), ("rope_scaling", "rope_parameters", "quantization_config")),
 )  # fmt: skip
@@ -68,6 +68,7 @@ _RELATIONS: tuple[tuple[str, str, Callable[[int, int], bool], str], ...] = (
     ("linear_num_key_heads", "linear_num_value_heads", lambda a, b: b % a == 0, "a divisor of"),
     ("n_group", "n_routed_experts", lambda a, b: b % a == 0, "a divisor of"),
     ("topk_group", "n_group", lambda a, b: a <= b, "at most"),
+    ("rotary_dim", "head_dim", lambda a, b: a <= b, "at most"),
     *(("num_experts_per_tok", key, lambda a, b: a <= b, "at most") for key in _EXPERTS),
 )
 

@@ -9,6 +9,8 @@ two:
     decoder.layers.7.input_layernorm.weight      decoder.layers.self_attention.linear_qkv.layer_norm_weight [7]
     ...mlp.experts.local_experts.3.linear_fc1.weight       ...mlp.experts.experts.linear_fc1.weight [layer, 3]
 
+Norms of queries and keys over all heads together (MiniMax-M2) are `q_norm` and `k_norm` in the original.
+
 With multi-latent attention, norms keep their own names in megatron-core's local spec, and Transformer Engine's fuses
 those of q and kv with the up projections instead. A tensor therefore has one key that is ours and may have others.
 """
@@ -25,6 +27,7 @@ from slime.converters.files.rectangles import Shape
 from slime.types.errors import InvalidSetting
 
 _LAYER = re.compile(r"(decoder\.layers|mtp\.layers)\.(\d+)\.(.*)")
+_ACROSS_HEADS = re.compile(r"(?<=\.self_attention)\.([qk])_layernorm\.")
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 # Modules of megatron-core that save an `_extra_state`, an object of None here: linear layers, and with Transformer
 # Engine norms and core attention too.
@@ -46,12 +49,14 @@ class Layout:
 
     stacked: all decoder layers are of one kind, one tensor for all of them.
     latent: multi-latent attention, whose layers keep the names of their norms.
+    across_heads: queries and keys have norms over all heads together.
     """
 
     num_layers: int
     num_experts: int | None
     stacked: bool
     latent: bool
+    across_heads: bool = False
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> Layout:
@@ -60,20 +65,23 @@ class Layout:
         # Delta nets in some of the layers have parameters of their own.
         stacked = isinstance(frequency, int) and frequency <= 1 and not args.get("linear_attention_freq")
         return cls(
-            args["num_layers"], args.get("num_experts"), stacked, bool(args.get("multi_latent_attention", False))
-        )
+            args["num_layers"], args.get("num_experts"), stacked, bool(args.get("multi_latent_attention", False)),
+            bool(args.get("qk_layernorm_across_heads", False)),
+        )  # fmt: skip
 
     def place(self, name: str) -> Place:
         """Returns the place where megatron-core's local spec saves and looks for the parameter."""
         return self._stack(self._norms(name, fused=not self.latent))
 
     def aliases(self, name: str) -> list[Place]:
-        """Returns the names of Transformer Engine under which the same tensor may be looked for, or have been saved."""
+        """Returns the names of Transformer Engine or the original by which the tensor may be saved or looked for."""
         place = self.place(name)
         others = [
             self._stack(self._norms(name, fused=True)),
             self._stack(self._norms(name, fused=False)),
         ]
+        if self.across_heads:
+            others.append(self._stack(_ACROSS_HEADS.sub(r".\1_norm.", name)))
         return [other for number, other in enumerate(others) if other != place and other not in others[:number]]
 
     def candidates(self, name: str) -> Iterator[Place]:
@@ -108,16 +116,19 @@ class Layout:
         return Place(name, lead, shape)
 
 
-def other_keys(key: str, *, latent: bool) -> list[str]:
+def other_keys(key: str, *, latent: bool, across_heads: bool = False) -> list[str]:
     """Returns the other keys of the tensor of `key`, or of its optimizer states, when layers are made of other modules.
 
-    A norm is a module of its own or a part of the linear layer behind it. latent: multi-latent attention.
+    A norm is a module of its own or a part of the linear layer behind it. latent: multi-latent attention; across_heads:
+    queries and keys have norms over all heads together.
     """
     pairs = [(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")]
     if latent:
         pairs += [(f".{of}_layernorm.", f".linear_{of}_up_proj.layer_norm_") for of in ("q", "kv")]
     else:
         pairs.append((".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"))
+    if across_heads:
+        pairs += [(f".self_attention.{of}_layernorm.", f".self_attention.{of}_norm.") for of in ("q", "k")]
     both = [*pairs, *((fused, apart) for apart, fused in pairs)]
     return [key.replace(name, other) for name, other in both if name in key]
 

@@ -104,10 +104,10 @@ class Shape:
         delta = DeltaNets.of(config)
         # Beside the queries, these families compute a gate for what attention finds.
         queries *= 2 if delta is not None else 1
-        chosen = number("num_experts_per_tok") if number("moe_intermediate_size") else 0
-        inner = number("intermediate_size")
-        if chosen:
-            inner = number("moe_intermediate_size") * (chosen + number("n_shared_experts"))
+        # MiniMax-M2 calls the inner size of an expert intermediate_size.
+        of_expert = number("moe_intermediate_size") or (number("num_local_experts") and number("intermediate_size"))
+        chosen = number("num_experts_per_tok") if of_expert else 0
+        inner = of_expert * (chosen + number("n_shared_experts")) if chosen else number("intermediate_size")
         return Shape(number("num_hidden_layers"), hidden, inner, queries, keys, number("vocab_size"), chosen, delta)
 
 

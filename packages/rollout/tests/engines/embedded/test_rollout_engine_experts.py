@@ -16,11 +16,15 @@ from safetensors.torch import load_file, save
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.client import EngineClient
+from slime.rollout.engines.embedded.endpoints.generate import make_response
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.model.checks import WeightChecker
+from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.names import disk_tensors
+from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
+from slime.rollout.engines.embedded.scheduling.scheduler import Scheduler
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.generate.state import flat_args, fleet_options
@@ -141,20 +145,55 @@ def test_weights_come_in_another_type(first: Path, second: Path) -> None:
     assert WeightChecker(weights).run("checksum")["success"] is True
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
-def test_other_families_have_the_names_of_their_files(kind: str, tmp_path: Path) -> None:
+OTHERS = {
+    "deepseek_v3": "mlp.experts.3.down_proj", "glm4_moe": "mlp.experts.3.down_proj",
+    "minimax_m2": "block_sparse_moe.experts.3.w2",
+}  # fmt: skip
+
+
+def write_other(kind: str, directory: Path) -> Path:
+    """A random model of another family, whose routers have biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
         kind, vocab_size=32, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, first_k_dense_replace=1, head_dim=8, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, n_group=1,
+        n_routed_experts=4, topk_group=1, first_k_dense_replace=1, head_dim=8, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None, initializer_range=0.3,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    given, files = disk_tensors(model_of(tmp_path)), tensors(tmp_path)
-    assert given.keys() == files.keys() and "model.layers.1.mlp.experts.3.down_proj.weight" in files
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, tensor in model.state_dict().items():
+        if "e_score_correction_bias" in name:
+            tensor += 0.1 * torch.randn_like(tensor)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_families_have_the_names_of_their_files(kind: str, tmp_path: Path) -> None:
+    given, files = disk_tensors(model_of(write_other(kind, tmp_path))), tensors(tmp_path)
+    assert given.keys() == files.keys() and f"model.layers.1.{OTHERS[kind]}.weight" in files
     assert all(torch.equal(given[name], tensor) for name, tensor in files.items())
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_families_write_what_transformers_does(kind: str, tmp_path: Path) -> None:
+    model = model_of(write_other(kind, tmp_path)).requires_grad_(False)
+    loaded = Loaded(model, None, 32, 64, frozenset([1]))
+    scheduler = Scheduler(loaded, EmbeddedOptions(model_path=".", random_seed=0))
+    params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+    responses = [make_response(loaded, prompt, params, "", "input_ids") for prompt in ([2, 3, 4, 5], [6])]
+    try:
+        scheduler.submit(responses).done.result(timeout=60)
+    finally:
+        scheduler.stop()
+    for prompt, response in zip(([2, 3, 4, 5], [6]), responses, strict=True):
+        tokens = torch.tensor([[*prompt, *response.output_ids]])
+        best = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1).max(-1)
+        assert list(response.output_ids) == best.indices.tolist()
+        assert list(response.log_probs) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_a_model_whose_files_have_no_part_of_a_tensor_is_refused_when_it_starts(

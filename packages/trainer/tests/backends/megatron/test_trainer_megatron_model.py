@@ -252,6 +252,7 @@ def test_names_of_transformer_engine_are_those_of_local_layers(monkeypatch: pyte
             "optimizer.state.exp_avg.decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight",
             "optimizer.state.exp_avg.decoder.layers.self_attention.q_layernorm.weight",
         ),
+        ("decoder.layers.0.self_attention.k_layernorm.weight", "decoder.layers.0.self_attention.k_norm.weight"),
         (
             "optimizer.state.fp32_param.decoder.layers.pre_mlp_layernorm.weight",
             "optimizer.state.param.decoder.layers.mlp.linear_fc1.layer_norm_weight",

@@ -29,7 +29,7 @@ from slime.trainer.backends.megatron.model.layers import (
     PostNormSubmodules,
     PredictionLayer,
 )
-from slime.trainer.backends.megatron.model.norms import LatentNorm, norm_of
+from slime.trainer.backends.megatron.model.norms import LatentNorm, norm_of, use_norms_across_heads
 
 Provider = Callable[..., torch.nn.Module]
 log = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int
             layer.submodules.self_attention.module = LatentAttention
         if not engine:
             _use_own_parts(layer, config)
+        if args.get("qk_layernorm_across_heads"):
+            use_norms_across_heads(layer.submodules.self_attention, config)
         if args.get("post_self_attn_layernorm") or args.get("post_mlp_layernorm"):
             _use_post_norms(layer, args, block.layer_norm if engine else norm_of(config))
     if not engine:

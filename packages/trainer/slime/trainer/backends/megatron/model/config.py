@@ -69,6 +69,9 @@ def _check(args: Mapping[str, Any]) -> None:
         for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             if args.get(name) not in (None, by_dest()[name].default):
                 raise InvalidSetting.requires(f"{name} {args[name]}", "multi_latent_attention")
+    if args.get("qk_layernorm_across_heads") and not args.get("qk_layernorm"):
+        # Megatron adds up the gradients of these norms over tensor-parallel ranks only with it.
+        raise InvalidSetting.requires("qk_layernorm_across_heads", "qk_layernorm")
     _check_sequence_parallel(args)
     size, groups = args.get("tensor_model_parallel_size") or 1, args.get("num_query_groups") or 1
     if args.get("attention_output_gate") and size > groups:

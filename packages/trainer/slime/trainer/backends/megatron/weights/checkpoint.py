@@ -78,8 +78,10 @@ class _Model:
         self.parts = [dataclasses.replace(part, tensor=_copied(part.tensor)) for part in self.parts]
 
     def write(self, partial: Path, rank: int) -> None:
-        latent = bool(self.backend.args.get("multi_latent_attention"))
-        self.chunks = _write(partial / self.directory, rank, self.parts, latent=latent)
+        names = ("multi_latent_attention", "qk_layernorm_across_heads")
+        latent, across_heads = (bool(self.backend.args.get(name)) for name in names)
+        directory = partial / self.directory
+        self.chunks = _write(directory, rank, self.parts, latent=latent, across_heads=across_heads)
 
 
 @dataclasses.dataclass
@@ -267,11 +269,13 @@ class TorchDistCheckpoints:
                 job.directory.discard()
 
 
-def _write(directory: Path, rank: int, parts: Iterable[sharded_state.Part], *, latent: bool) -> list[WrittenChunk]:
+def _write(
+    directory: Path, rank: int, parts: Iterable[sharded_state.Part], *, latent: bool, across_heads: bool
+) -> list[WrittenChunk]:
     with ChunkFile(directory, rank) as file:
         for part in parts:
-            # Megatron-LM, with Transformer Engine or without, looks for its own names.
-            aliases = [Place(key) for key in other_keys(part.key, latent=latent)]
+            # Megatron-LM, with Transformer Engine or without, and the original look for their own names.
+            aliases = [Place(key) for key in other_keys(part.key, latent=latent, across_heads=across_heads)]
             file.add(Place(part.key), part.shape, part.tensor.cpu().view(part.size), part.start, aliases)
         return file.chunks
 

@@ -77,11 +77,12 @@ def _reading_values(checkpoint: TorchDist, read: sharded_state.Read) -> sharded_
 
 def _names(key: str) -> list[str]:
     """Lists names that a tensor may have: each of Megatron's optimizers has its own for float32 weights, or none, and
-    norms have other names with Transformer Engine than without."""
+    norms have other names with Transformer Engine, or in the original."""
     match = re.fullmatch(r"optimizer\.state\.(?:param|fp32_param)\.(.*)", key)
     prefixes = ("optimizer.state.param.", "optimizer.state.fp32_param.", "") if match else ()
     names = [key, *(prefix + match[1] for prefix in prefixes if match)]
-    return [*names, *(other for name in names for latent in (False, True) for other in other_keys(name, latent=latent))]
+    kinds = ({"latent": False, "across_heads": True}, {"latent": True})
+    return [*names, *(other for name in names for kind in kinds for other in other_keys(name, **kind))]
 
 
 def _rows_there(index: Index, shape: Shape) -> int:

@@ -1,0 +1,162 @@
+"""MiniMax-M2 with Megatron and fsdp: the numbers of transformers, in every layout of ranks, whose norms span heads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_megatron_ranks import MINIMAX_CASES as CASES
+from trainer_megatron_ranks import numbers
+from trainer_processes import run_ranks
+from trainer_tiny import Runner, alone, make_samples, make_settings, write_minimax_model
+
+from slime.converters.convert import hf_to_torch_dist
+from slime.converters.torch_dist.reader import TorchDist
+from slime.trainer.backends.build import build_backend, open_checkpoints
+from slime.trainer.batching.packing import pack
+from slime.trainer.checkpoints.checkpoint import TrainerState
+from slime.trainer.trainer import pick_device
+from slime.types.errors import InvalidSetting
+
+BIAS = "e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    write_minimax_model(directory / "minimax")
+    write_minimax_model(directory / "one-key", num_key_value_heads=1)
+    return directory
+
+
+def megatron(path: Path, **values: Any) -> Runner:
+    return Runner(make_settings(str(path), train_backend="megatron", lr=1e-4, **values))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_log_probs_and_weights_are_those_of_transformers(models: Path, backend: str):
+    from transformers import AutoModelForCausalLM
+
+    path = models / "minimax"
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    runner = Runner(make_settings(str(path), train_backend=backend))
+    samples = make_samples()[:4]
+    for sample in samples:
+        sample.loss_mask = None
+    (found,) = runner.backend.log_probs([pack(samples, range(4), [0.0] * 4, [1.0] * 4, share_prompts=False)])
+    wanted = []
+    for sample in samples:
+        tokens = torch.tensor(np.asarray(sample.tokens), dtype=torch.int64)
+        log_probs = plain(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+        wanted.append(log_probs[-sample.response_length :])
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    files, weights = load_file(path / "model.safetensors"), runner.weights()
+    assert weights.keys() == files.keys() and all(torch.equal(weights[name], files[name]) for name in files)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[int, Path]:
+    directories = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in CASES}
+    for size, directory in directories.items():
+        run_ranks("trainer_megatron_ranks.py", size, directory, str(models), "minimax")
+    return directories
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> dict[str, Any]:
+    known = {}
+    for model in ("minimax", "one-key"):
+        runner = Runner(make_settings(str(models / model), max_tokens_per_gpu=60))
+        found = numbers(runner)
+        gradients = dict(
+            part
+            for name, parameter in runner.backend.policy.named_parameters()
+            for part in runner.backend._in_files(name, parameter.grad)
+        )
+        runner.backend._optimizer.clear_gradients()
+        found["step"] = runner.run(0, make_samples(groups=4, size=4))
+        known[model] = found, gradients, runner.weights()
+    return known
+
+
+ALL = [(size, case) for size, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("world_size", "case"), ALL, ids=[case for _, case in ALL])
+def test_layouts_equal_one_rank_of_fsdp(results: dict[int, Path], expected: dict[str, Any], world_size: int, case: str):
+    directory = results[world_size]
+    errors = [path.read_text() for path in sorted(directory.glob(f"{case}-*.error"))]
+    assert not errors, errors[0][-3000:]
+    found, gradients, weights = expected[CASES[world_size][case][0]]
+    got = json.loads((directory / f"{case}.json").read_text())
+    assert got["loss"] == pytest.approx(found["loss"], rel=1e-4)
+    for position, values in found.items():
+        if position.isdigit():
+            assert got[position] == pytest.approx(values, abs=2e-5), position
+    for name in ("train/grad_norm", "train/entropy_loss"):
+        assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-4), name
+    of_layout = {
+        name: t for name, t in load_file(directory / f"{case}-gradients.safetensors").items() if BIAS not in name
+    }
+    assert of_layout.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (of_layout[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
+    updated = load_file(directory / f"{case}.safetensors")
+    for name, weight in weights.items():
+        torch.testing.assert_close(updated[name], weight, rtol=1e-4, atol=2e-4, msg=name)
+
+
+def test_a_checkpoint_has_the_names_of_the_original_too_and_is_resumed(models: Path, tmp_path: Path):
+    path = models / "minimax"
+    first = megatron(path)
+    first.run(0)
+    checkpoints = open_checkpoints(first.settings, first.backend, alone(), path)
+    checkpoints.save(tmp_path / "saved", TrainerState(step=1, updates=first.backend.updates), optimizer=True)
+    checkpoints.finish(wait=True)
+    wanted = first.weights()
+    settings = make_settings(str(path), train_backend="megatron", lr=1e-4)
+    backend = build_backend(settings, alone(), pick_device(0), weights=str(tmp_path / "saved"))
+    for name, tensor in backend.named_weights():
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+    for directory in (tmp_path / "saved", hf_to_torch_dist.convert(path, tmp_path / "converted")):
+        tensors = TorchDist(directory).tensors
+        for of in ("q", "k"):
+            ours = tensors[f"decoder.layers.self_attention.{of}_layernorm.weight"]
+            assert tensors[f"decoder.layers.self_attention.{of}_norm.weight"].shape == ours.shape
+
+
+def test_biases_of_routers_move_where_a_rate_is_given(models: Path):
+    path, rate = str(models / "minimax"), {"moe_router_bias_update_rate": 0.1}
+    before = load_file(models / "minimax" / "model.safetensors")
+    for arguments in ({}, rate):
+        runner = Runner(make_settings(path, train_backend="megatron"), megatron=arguments)
+        runner.run(0)
+        after = {name: tensor for name, tensor in runner.weights().items() if BIAS in name}
+        assert after and all(torch.equal(tensor, before[name]) is not bool(arguments) for name, tensor in after.items())
+
+
+def test_both_backends_replay_the_experts_of_the_engine(models: Path):
+    from trainer_routing import samples
+
+    found: dict[bool, list[torch.Tensor]] = {}
+    for backend in ("fsdp", "megatron"):
+        for replays in (False, True):
+            values = {"train_backend": backend, "use_rollout_routing_replay": replays}
+            of_backend = Runner(make_settings(str(models / "minimax"), **values)).backend
+            experts = of_backend.replayed_experts and of_backend.replayed_experts[:2]
+            batch = pack(samples(), range(8), [0.0] * 8, [1.0] * 8, share_prompts=False, experts=experts)
+            found.setdefault(replays, []).append(of_backend.log_probs([batch])[0])
+    for own, other in found.values():
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[True][0], found[False][0], atol=1e-3)
+
+
+def test_norms_across_heads_need_norms(models: Path):
+    from slime.trainer.backends.megatron.model.config import transformer_config
+
+    args = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "qk_layernorm_across_heads": True}
+    with pytest.raises(InvalidSetting, match="qk_layernorm_across_heads requires qk_layernorm"):
+        transformer_config(args, params_dtype=torch.float32)
