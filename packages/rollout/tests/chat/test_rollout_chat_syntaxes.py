@@ -39,6 +39,11 @@ DSML = (
     '<｜DSML｜parameter name="tags" string="false">["a", 1]</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
 )
+INVOKE = (
+    '<invoke name="weather">\n<parameter name="city">12 Löwen</parameter>\n<parameter name="days">3</parameter>\n'
+    '<parameter name="tags">["a", 1]</parameter>\n</invoke>\n'
+)
+MINIMAX = f"<minimax:tool_call>\n{INVOKE}</minimax:tool_call>"
 # Name -> the text of one call with VALUES.
 ONE = {
     "qwen": QWEN, "qwen25": QWEN, "hermes": QWEN, "qwen3_coder": CODER, "mimo": CODER,
@@ -47,6 +52,7 @@ ONE = {
     "deepseekv31": f"<｜tool▁calls▁begin｜>{V31.format(ARGUMENTS)}<｜tool▁calls▁end｜>",
     "deepseekv32": DSML,
     "kimi_k2": f"<|tool_calls_section_begin|>{KIMI.format(0, ARGUMENTS)}<|tool_calls_section_end|>",
+    "minimax-m2": MINIMAX,
     "llama3": f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}',
     "gpt-oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
 }  # fmt: skip
@@ -59,6 +65,8 @@ TWO = {
     "deepseekv31": f"<｜tool▁calls▁begin｜>{V31.format(ARGUMENTS)}{V31.format(ALSO)}<｜tool▁calls▁end｜>",
     "kimi_k2": f"<|tool_calls_section_begin|>{KIMI.format(0, ARGUMENTS)}{KIMI.format(1, ALSO)}"
     "<|tool_calls_section_end|>",
+    "minimax-m2": f'<minimax:tool_call>\n{INVOKE}<invoke name="weather">\n<parameter name="city">\n7\n</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
     "llama3": f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}; '
     f'{{"name": "weather", "parameters": {ALSO}}}',
     "gpt-oss": f"{ONE['gpt-oss']}<|call|><|start|>assistant{ONE['gpt-oss'].replace(ARGUMENTS, ALSO)}",
@@ -127,6 +135,10 @@ LOOPS = {
     "deepseekv31": (f"{V31[:18]}f<｜tool▁sep｜>" * 30_000,),
     "deepseekv32": ('<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">' * 20_000,),
     "kimi_k2": ("<|tool_call_begin|>f<|tool_call_argument_begin|>" * 20_000,),
+    "minimax-m2": (
+        '<invoke name="f"><parameter name="a">' * 30_000,
+        '<invoke name="f">' + '<parameter name="' * 50_000,
+    ),
 }
 
 
@@ -141,11 +153,12 @@ def test_a_model_that_repeats_itself_in_a_call_holds_up_nobody(name: str) -> Non
 
 def test_an_argument_of_which_nothing_is_known_stays_text() -> None:
     assert calls_of(read(CODER, AnswerSyntax("qwen3_coder"), tools=[{}]))[0][1]["days"] == "3"
+    assert calls_of(read(MINIMAX, AnswerSyntax("minimax-m2"), tools=[{}]))[0][1]["days"] == "3"
     assert calls_of(read(GLM, AnswerSyntax("glm45"), tools=[{}]))[0][1]["days"] == 3
 
 
 THOUGHT = {"role": "assistant", "content": "Yes.", "reasoning_content": "Is it?\nIt is."}
-THINKING = {name: thinking for name, thinking in REASONING.items() if thinking is not None}
+THINKING = {name: thinking for name, thinking in REASONING.items() if thinking is not None and not thinking.kept}
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -160,6 +173,16 @@ def test_reasoning_is_kept_apart_whoever_opens_it(name: str) -> None:
         assert read(text, AnswerSyntax(None, name)) == THOUGHT
     else:
         assert read("Yes.", AnswerSyntax(None, name)) == {"role": "assistant", "content": "Yes."}
+
+
+def test_reasoning_of_minimax_stays_in_the_content_with_the_mark_that_opened_it() -> None:
+    syntax = AnswerSyntax("minimax-m2", "minimax-append-think")
+    text = "Is it?\n</think>\n\nI ask."
+    for cuts in ([], [3, 12]):
+        message = read(f"{text}\n{MINIMAX}", syntax, prompt="]~b]ai\n<think>\n", cuts=cuts)
+        assert message["content"] == f"<think>{text}" and calls_of(message) == [("weather", VALUES)]
+        assert "reasoning_content" not in message
+    assert read("Yes.", syntax, tools=None) == {"role": "assistant", "content": "<think>Yes."}
 
 
 def test_channels_of_gpt_oss_are_told_apart() -> None:
@@ -178,7 +201,11 @@ def test_channels_of_gpt_oss_are_told_apart() -> None:
 def answers(draw: st.DrawFn) -> tuple[AnswerSyntax, str, list[int]]:
     """A syntax, a text made of its marks and of others, and places at which it is cut."""
     tool_calls = draw(st.sampled_from(sorted(ONE)))
-    reasoning = tool_calls if tool_calls == "gpt-oss" else draw(st.sampled_from([None, *sorted(THINKING)]))
+    reasoning = (
+        tool_calls
+        if tool_calls == "gpt-oss"
+        else draw(st.sampled_from([None, "minimax-append-think", *sorted(THINKING)]))
+    )
     thinking = REASONING.get(reasoning or "")
     marks = [ONE[tool_calls], TWO.get(tool_calls, ""), ONE["qwen"][:20], "text", " ", "\n", "<", "|>", "\n\n x"]
     marks += [thinking.open, thinking.close, thinking.close[:4]] if thinking else ["<|end|>", "<|message|>"]

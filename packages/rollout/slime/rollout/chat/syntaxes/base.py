@@ -41,11 +41,13 @@ class CallSyntax:
 @dataclass(frozen=True)
 class Thinking:
     """A syntax of reasoning between two marks. begins: every answer begins with reasoning, even if neither the prompt
-    nor the answer contains the opening mark."""
+    nor the answer contains the opening mark. kept: reasoning stays in the content, which begins with the opening mark
+    that ended the prompt."""
 
     open: str = "<think>"
     close: str = "</think>"
     begins: bool = False
+    kept: bool = False
 
 
 def load_object(text: str) -> JSON | None:

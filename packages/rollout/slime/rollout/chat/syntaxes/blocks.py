@@ -21,9 +21,10 @@ class BlockParser:
         self, calls: CallSyntax | None, thinking: Thinking | None, *, opened: bool, schemas: Mapping[str, Any]
     ) -> None:
         self._calls = calls
+        self._text = thinking.open if thinking is not None and thinking.kept else ""
+        thinking = None if self._text else thinking
         self._thinking = thinking
         self._schemas = schemas
-        self._text = ""
         self._pieces: list[Piece] = []
         self._opened = thinking is not None and (opened or thinking.begins)
         self._step = self._begin if thinking else self._content

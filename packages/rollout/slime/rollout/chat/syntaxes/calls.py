@@ -142,6 +142,25 @@ def _dsml(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
     return calls or None
 
 
+def _minimax(block: str, schemas: Mapping[str, JSON]) -> Sequence[ToolCall] | None:
+    """Reads <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
+    calls = []
+    for invoke in _enclosed(block, '<invoke name="', "</invoke>"):
+        name, mark, body = invoke.partition('">')
+        if not mark or not name or {'"', "\n"} & set(name):
+            continue
+        known = schemas.get(name, {})
+        values = {}
+        for parameter in _enclosed(body, '<parameter name="', "</parameter>"):
+            key, mark, value = parameter.partition('">')
+            if mark and key and "\n" not in key:
+                value = value.removeprefix("\n").removesuffix("\n")
+                # Without a schema the value is taken as text.
+                values[key] = typed(value, known.get(key, {"type": "string"}))
+        calls.append(ToolCall(name, dump(values)))
+    return calls or None
+
+
 _TAGS = (("<tool_call>", "</tool_call>"),)
 _DEEPSEEK = (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
 QWEN = CallSyntax(_TAGS, _json)
@@ -155,4 +174,6 @@ KIMI_K2 = CallSyntax(
     _named_json("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     special=True,
 )
+# Kept also by a tokenizer for which the marks are special tokens.
+MINIMAX_M2 = CallSyntax((("<minimax:tool_call>", "</minimax:tool_call>"),), _minimax, special=True)
 LLAMA3 = CallSyntax((("<|python_tag|>", ""),), _llama, special=True, bare=True)

@@ -19,6 +19,7 @@ TOOL_CALLS: dict[str, CallSyntax | None] = {
     "glm": calls.GLM, "glm45": calls.GLM, "glm47": calls.GLM,
     "deepseekv3": calls.DEEPSEEK_V3, "deepseekv31": calls.DEEPSEEK_V31, "deepseekv32": calls.DEEPSEEK_V32,
     "kimi_k2": calls.KIMI_K2,
+    "minimax-m2": calls.MINIMAX_M2,
     "llama3": calls.LLAMA3,
     HARMONY: None,
 }  # fmt: skip
@@ -27,6 +28,7 @@ REASONING: dict[str, Thinking | None] = {
     "deepseek-r1": Thinking(begins=True), "deepseek-v3": Thinking(),
     "glm45": Thinking(), "kimi_k2": Thinking(), "mimo": Thinking(),
     "kimi": Thinking("◁think▷", "◁/think▷"),
+    "minimax": Thinking(begins=True), "minimax-append-think": Thinking(kept=True),
     HARMONY: None,
 }  # fmt: skip
 TOOL_CALL_PARSERS = tuple(TOOL_CALLS)
