@@ -9,7 +9,7 @@ import pytest
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import training_parser
 from slime.launcher.config.run_config import RunConfig
-from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, UnknownFlag
+from slime.types.errors import ConfigError, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
 
 BASE = ["--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl", "--num-rollout", "4"]
 
@@ -42,7 +42,8 @@ def test_flags_of_sglang_reach_the_rollout() -> None:
         (["--sglang-tp", "2"], UnknownFlag, "unknown option --sglang-tp; did you mean --sglang-tp-size?"),
         (["--sglang-prot", "1"], UnknownFlag, "unknown option --sglang-prot; see --help"),
         (["--sglang-mem-fraction-static", "0.7", "--rollout-engine", "embedded"], InvalidSetting, "embedded"),
-        (["--sglang-config", "x"], NotAvailable, "--sglang-config is not supported yet"),
+        (["--sglang-config", "none.yaml"], MissingFile, "--sglang-config"),
+        (["--prefill-num-servers", "1"], NotAvailable, "--prefill-num-servers is not supported yet"),
         (["--sglang-router-ip=x"], NotAvailable, "--sglang-router-ip is not supported yet"),
     ],
 )
@@ -60,7 +61,7 @@ def test_files_and_flags_of_sglang_add_up(tmp_path: Path) -> None:
     config = parse("--config", str(config_file), "--custom-config-path", str(custom))
     assert config.rollout.sglang_args == {"mem_fraction_static": 0.5, "attention_backend": "fa3"}
     assert config.flat["mine"] == 1
-    for text, error in (("sglang_mem_fraction_statik: 0.7", UnknownFlag), ("sglang_config: x", NotAvailable)):
+    for text, error in (("sglang_mem_fraction_statik: 0.7", UnknownFlag), ("sglang_router_ip: x", NotAvailable)):
         config_file.write_text(text)
         with pytest.raises(error):
             parse("--config", str(config_file))

@@ -32,6 +32,7 @@ WHOLE = frozenset(
     partial-rollout mask-offpolicy-in-partial-rollout custom-generate-function-path rollout-sample-hook-path
     custom-rollout-log-function-path custom-eval-rollout-log-function-path buffer-filter-path update-weight-buffer-size
     update-weights-interval keep-old-actor rollout-data-postprocess-path rollout-data-transport
+    sglang-config
     rollout-external-engine-addrs num-rollout num-epoch disable-rollout-global-dataset data-source-path prompt-data
     apply-chat-template apply-chat-template-kwargs input-key label-key metadata-key multimodal-keys tool-key
     start-rollout-id rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout micro-batch-size
@@ -81,6 +82,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (root / "prompts.jsonl").write_text('{"input": "1 + 1"}\n')
     (root / "settings.yaml").write_text("rollout_batch_size: 16\n")
     (root / "eval.yaml").write_text(f"eval: {{datasets: [{{name: sums, path: {root}/prompts.jsonl}}]}}\n")
+    (root / "models.yaml").write_text("sglang: [{name: policy, server_groups: [{num_engines: 1}]}]\n")
     (root / "plugins.py").write_text("def anything(*args, **kwargs):\n    return None\n")
     write_rollout(root / "recording", 0, [])
     return {
@@ -94,6 +96,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "file": root / "prompts.jsonl",
         "prompts": root / "prompts.jsonl",
         "yaml": root / "settings.yaml",
+        "models": root / "models.yaml",
         "evalconfig": root / "eval.yaml",
         "plugins": root / "plugins.py",
         "plugin": Path(f"{root}/plugins.py:anything"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from slime.launcher.placement.plan import (
     trainer_environment,
 )
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, NotAvailable
 
 
 def plan(
@@ -325,3 +327,34 @@ def test_both_sides_of_a_broadcast_allocate_alike(monkeypatch: pytest.MonkeyPatc
     assert name not in trainer_environment(apart, gpus=False)
     monkeypatch.setenv(name, "1")
     assert name not in trainer_environment(apart, gpus=True)
+
+
+def models(tmp_path: Path, *groups: dict[str, int]) -> str:
+    """A file of --sglang-config with a model for each group of engines; the first is the trained one."""
+    entries = [
+        {"name": f"model-{i}", "update_weights": i == 0, "server_groups": [each]} for i, each in enumerate(groups)
+    ]
+    (tmp_path / "models.yaml").write_text(json.dumps({"sglang": entries}))
+    return str(tmp_path / "models.yaml")
+
+
+def test_the_engines_of_several_models_are_on_one_node(tmp_path: Path) -> None:
+    config = models(tmp_path, {"num_gpus": 4, "num_gpus_per_engine": 2}, {"num_gpus": 1})
+    placement = plan(8, ranks=3, sglang_config=config)
+    assert placement.engines[0].gpus == 5 and placement.rollout["num_gpus"] == 5 and not placement.engine_hosts()
+    # Not the GPUs that are left over on two nodes, but a node that has enough.
+    placement = plan([4, 4, 5], nodes=2, ranks=3, sglang_config=config)
+    assert placement.trainer_nodes == (0, 1) and [share.node for share in placement.engines] == [2]
+    with pytest.raises(NotAvailable, match="engines on several nodes .*: they have 5 GPUs together, and the largest"):
+        plan([4, 4, 4, 4, 4, 4, 4], ranks=3, nodes=2, sglang_config=config)
+    with pytest.raises(InvalidSetting, match="--rollout-num-gpus 5 = 6 GPUs, but the node has 4$"):
+        plan(4, sglang_config=config)
+    with pytest.raises(InvalidSetting, match="--rollout-num-gpus 5 requires a machine with GPUs"):
+        plan(0, sglang_config=config)
+
+
+def test_embedded_engines_of_several_models_are_on_one_node(tmp_path: Path) -> None:
+    config = models(tmp_path, {"num_engines": 2}, {"num_engines": 1})
+    for counts, node in ((0, 0), ([0, 0, 0], 1)):
+        (share,) = plan(counts, sglang_config=config).engines
+        assert (share.node, share.embedded) == (node, 3)

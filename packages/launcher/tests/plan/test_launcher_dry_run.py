@@ -135,6 +135,41 @@ def test_engines_on_several_nodes_are_numbered_through(words: list[str], capsys:
     assert "  node 0 CPU: 2 embedded engines" in cpu and "  node 1 CPU: 1 embedded engine" in cpu
 
 
+def test_engines_of_several_models_are_named_with_their_model(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
+    write_tokenizer(judge)
+    config = tmp_path / "models.yaml"
+
+    def planned(policy: str, of_judge: str, *more: str) -> list[str]:
+        config.write_text(
+            f"sglang: [{{name: policy, server_groups: [{{{policy}}}]}}, "
+            f"{{name: judge, model_path: {judge}, server_groups: [{{{of_judge}}}]}}]"
+        )
+        return plan(words, "--sglang-config", str(config), *more, capsys=capsys)
+
+    lines = planned("num_gpus: 4, num_gpus_per_engine: 2", "num_gpus: 1", "--dry-run-gpus", "6")
+    at = lines.index("Placement")
+    assert lines[at + 1 : at + 7] == [
+        "  GPU 0: trainer rank 0",
+        "  GPU 1: sglang-0 (tp 0), model policy", "  GPU 2: sglang-0 (tp 1), model policy",
+        "  GPU 3: sglang-1 (tp 0), model policy", "  GPU 4: sglang-1 (tp 1), model policy",
+        "  GPU 5: sglang-2, model judge",
+    ]  # fmt: skip
+    lines = planned("num_engines: 2", "num_engines: 1")
+    at = lines.index("  CPU: 2 embedded engines of model policy")
+    assert lines[at + 1] == "  CPU: 1 embedded engine of model judge"
+    # Each model has a memory of its own.
+    weights = [lines[lines.index(f"Memory of an engine (embedded, model {name})") + 1] for name in ("policy", "judge")]
+    assert weights[0] != weights[1] and all("weights" in line for line in weights)
+    (judge / "config.json").unlink()
+    assert cli.main(["train", *words, "--sglang-config", str(config)]) == 2
+    assert f"--sglang-config {config}: model judge: {judge} has no config.json" in capsys.readouterr().err
+
+
 def test_without_a_gpu_everything_is_on_the_cpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(words, "--actor-num-gpus-per-node", "2", "--rollout-num-engines", "3", capsys=capsys)
     assert "  CPU: trainer rank 1 (dp 1)" in lines and "  CPU: 3 embedded engines" in lines

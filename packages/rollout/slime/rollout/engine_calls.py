@@ -57,10 +57,29 @@ class EngineCalls(rollout_pb2_grpc.RolloutServiceServicer):
         if getattr(self.state.args, "multimodal_keys", None):
             check_images(self.settings.hf_checkpoint, [member])
 
+    @property
+    def num_lost(self) -> int:
+        """The number of engines, of all models, that died or hung, and were restarted or left."""
+        return self.fleet.num_lost + sum(fleet.num_lost for fleet in self.state.models.values())
+
+    def _engine_messages(self) -> list[rollout_pb2.Engine]:
+        """Returns the engines of the trained model, and then those of the others."""
+        others = [
+            rollout_pb2.Engine(
+                name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
+                healthy=member.healthy, tp_size=member.abilities.tp_size, in_flight=fleet.router.load_of(member),
+                model=name,
+            )
+            for name, fleet in self.state.models.items()
+            for member in fleet.members
+        ]  # fmt: skip
+        return [self._engine_message(member) for member in self.fleet.members] + others
+
     def _engine_message(self, member: Member) -> rollout_pb2.Engine:
         return rollout_pb2.Engine(
             name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
             healthy=member.healthy and self.engine_weights.stopped is None, tp_size=member.abilities.tp_size,
             weight_transports=member.kind.weight_transports, delta_carriers=member.kind.delta_carriers,
             awaits_weights=member.awaits_weights, in_flight=self.fleet.router.load_of(member),
+            model=next((model.name for model in self.settings.served_models if model.trained), ""),
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,19 +12,21 @@ from slime.rollout.engines.base import RemoteEngine, RunningEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.keys import read_key
 from slime.rollout.engines.kind import EngineNode
-from slime.rollout.engines.process import EngineProcess, stop_all
+from slime.rollout.engines.process import start_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.known_engines import KnownEngines
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router_address import RouterAddress
 from slime.rollout.generate.state import RolloutState, flat_args, fleet_options, restart_limits
+from slime.rollout.models.fleets import ModelFleets, stop_fleets
+from slime.rollout.models.start import start_models
 from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.prompts.tokenizer import check_directory, check_transformers, load_tokenizer
 from slime.rollout.rewards import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.addresses import split_url
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import InvalidSetting, NotAvailable, errors_name
 
 LISTEN_SECONDS = 30.0
 
@@ -50,6 +51,9 @@ def open_state(
         settings = known.added_to(settings)
     check_directory(settings.hf_checkpoint)
     check_transformers(settings.hf_checkpoint)
+    for model in settings.served_models:
+        with errors_name(f"--sglang-config {settings.sglang_config}: model {model.name}"):
+            check_directory(model.path)
     if hosted and settings.use_fault_tolerance:
         raise NotAvailable.unavailable(
             "--use-fault-tolerance", "engines on several nodes cannot be started again during the run",
@@ -59,23 +63,30 @@ def open_state(
     if settings.rm_type:
         reward_function(settings.rm_type)
     plugins = RolloutPlugins(settings)
+    others: dict[str, list[RunningEngine]] = {}
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, settings.hf_checkpoint)
-        engines = start_engines(settings) if hosted is None else list(hosted)
+        if hosted is None and settings.served_models:
+            engines, others = start_models(settings)
+        else:
+            engines = start_engines(settings) if hosted is None else list(hosted)
     loop = LoopThread()
     fleet = Fleet(engines, loop, fleet_options(settings))
+    models = ModelFleets(fleet, others)
     try:
         fleet.start(absent_leave=known is not None and known.again)
+        models.start()
         if known is not None:
             known.keep(fleet)
-        if engines:
-            loop.run(RouterAddress(fleet, settings.rollout_engine_host).start(), timeout=LISTEN_SECONDS)
+        for each in models.all if engines else ():
+            loop.run(RouterAddress(each, settings.rollout_engine_host).start(), timeout=LISTEN_SECONDS)
         check_abilities(settings, fleet)
         if (extra_args or {}).get("multimodal_keys"):
             check_images(settings.hf_checkpoint, fleet.members)
-        return RolloutState(flat_args(settings, fleet, extra_args), fleet, tokenizer.result(), plugins)
+        args = flat_args(settings, fleet, extra_args, models.by_name)
+        return RolloutState(args, fleet, tokenizer.result(), plugins, models.by_name)
     except BaseException:
-        _close(fleet)
+        models.stop()
         raise
 
 
@@ -109,14 +120,7 @@ def check_images(directory: str, members: Sequence[Member]) -> None:
 
 def close_state(state: RolloutState) -> None:
     """Stops the engines that this process started, and the event loop."""
-    _close(state.fleet)
-
-
-def _close(fleet: Fleet) -> None:
-    try:
-        fleet.stop()
-    finally:
-        fleet.loop.stop()
+    stop_fleets([state.fleet, *state.models.values()])
 
 
 def start_engines(
@@ -143,16 +147,11 @@ def start_engines(
             f"--rollout-num-gpus-per-engine {settings.rollout_num_gpus_per_engine}", "--rollout-engine sglang",
             f"an engine of kind {kind.name} runs on one node",
         )  # fmt: skip
-    starts = kind.starts(settings, gpus, (first or {}).get(kind.name, 0), node)
-    deadline = time.monotonic() + settings.rollout_engine_start_seconds
-    processes: list[EngineProcess] = []
-    try:
-        for start in starts:
-            processes.append(start())
-        return [process.wait_ready(max(0.0, deadline - time.monotonic())) for process in processes]
-    except BaseException:
-        stop_all(processes)
-        raise
+    return list(
+        start_all(
+            kind.starts(settings, gpus, (first or {}).get(kind.name, 0), node), settings.rollout_engine_start_seconds
+        )
+    )
 
 
 def external_key(settings: RolloutSettings) -> str | None:

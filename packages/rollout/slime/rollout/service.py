@@ -77,10 +77,10 @@ class RolloutService(EngineCalls):
         self, request: rollout_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.GetStatusResponse:
         return rollout_pb2.GetStatusResponse(
-            engines=[self._engine_message(member) for member in self.fleet.members],
+            engines=self._engine_messages(),
             weight_version=self.engine_weights.version,
             running_rollouts=self._jobs.count,
-            engine_restarts=self.fleet.num_lost,
+            engine_restarts=self.num_lost,
             restarts_engines=self.fleet.restarts is not None or self.engines_may_join,
         )
 
@@ -159,11 +159,11 @@ class RolloutService(EngineCalls):
                 ),
             )
             self._continuous.call = job.call
-            before = self.fleet.num_lost
+            before = self.num_lost
             for event in self._jobs.run(job, context):
                 if isinstance(event, Progress):
                     job.call.metrics.update(self.fleet.engine_metrics)
-                    if restarts := self.fleet.num_lost - before:
+                    if restarts := self.num_lost - before:
                         job.call.metrics[ENGINE_RESTARTS] = float(restarts)
                     yield rollout_pb2.GenerateResponse(completed_groups=event.done, metrics=job.call.metrics)
 
@@ -291,7 +291,7 @@ class RolloutService(EngineCalls):
     ) -> dict[str, float]:
         samples = flatten(groups)
         timing = time_metrics(samples, seconds, reward_seconds) | self.fleet.engine_metrics
-        restarts, self._restarts_reported = self.fleet.num_lost - self._restarts_reported, self.fleet.num_lost
+        restarts, self._restarts_reported = self.num_lost - self._restarts_reported, self.num_lost
         if restarts:
             timing[ENGINE_RESTARTS] = float(restarts)
         log = self.state.plugins.rollout_log

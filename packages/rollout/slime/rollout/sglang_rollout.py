@@ -9,14 +9,15 @@ from slime.rollout.generate.evaluation import eval_rollout
 from slime.rollout.generate.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.generate.sample import generate
 from slime.rollout.generate.state import GenerateState
+from slime.rollout.models.addresses import model_url
 
 if TYPE_CHECKING:
     from slime.rollout.settings.plugin_args import RolloutArgs
 
 
 def get_model_url(args: RolloutArgs, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """Returns the URL of an endpoint of the engines."""
-    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+    """Returns the URL of an endpoint of a model's engines, as `slime.rollout.models.model_url` does."""
+    return model_url(args, model_name, endpoint)
 
 
 __all__ = [

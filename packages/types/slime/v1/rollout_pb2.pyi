@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers")
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Engine(_message.Message):
     AWAITS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DELTA_CARRIERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     kind: str
@@ -36,7 +37,8 @@ class Engine(_message.Message):
     awaits_weights: bool
     in_flight: int
     delta_carriers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("engines", "weight_version", "running_rollouts", "engine_restarts", "restarts_engines")

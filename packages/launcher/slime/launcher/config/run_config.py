@@ -28,6 +28,7 @@ from slime.launcher.config.checks.run import (
     check_files,
     check_learning,
     check_run,
+    check_served_models,
     check_tensor_parallel,
 )
 from slime.launcher.config.completion import with_needs_of_training
@@ -181,6 +182,7 @@ def parse(
     if check:
         check_learning(config.flat, config.trainer)
         check_files(config.flat, config.buffer.evaluation_sets())
+        check_served_models(config.rollout, config.flat)
         check_model(config.launcher, config.trainer, given(config.megatron))
         check_plugins(config.flat)
     return config

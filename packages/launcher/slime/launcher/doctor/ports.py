@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.platform import probes
+from slime.rollout.settings.served_models import MODEL_SCHEME
 from slime.types.errors import counted
 
 # Buffer, rollout, torch's rendezvous, an engine and its parts; and one for each rank.
@@ -52,7 +53,7 @@ def _of_ray() -> Iterator[Finding]:
 
 def _called(subject: Subject) -> Iterator[tuple[str, str, int]]:
     addresses = [("--rollout-external-engine-addrs", a) for a in subject.flag("rollout_external_engine_addrs") or ()]
-    if subject.flag("rm_url"):
+    if subject.flag("rm_url") and urlsplit(subject.flag("rm_url")).scheme != MODEL_SCHEME:
         addresses.append(("--rm-url", subject.flag("rm_url")))
     for flag, address in addresses:
         parts = urlsplit(address if "://" in address else f"//{address}")

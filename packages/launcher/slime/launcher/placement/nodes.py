@@ -28,13 +28,14 @@ class GpuRequest:
     """GPUs that a run asks for.
 
     nodes: of the trainer, with `ranks` GPUs each. engines: number of further GPUs for engines, of `per_engine` GPUs
-    each.
+    each. may_share: whether the engines could share the trainer's GPUs.
     """
 
     nodes: int
     ranks: int
     engines: int
     per_engine: int
+    may_share: bool = True
 
     @property
     def total(self) -> int:
@@ -149,7 +150,8 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
     total = sum(gpus)
     if request.total <= total:
         return
-    hint = "; --colocate lets both share" if request.engines and request.nodes * request.ranks <= total else ""
+    may_share = request.may_share and request.engines and request.nodes * request.ranks <= total
+    hint = "; --colocate lets both share" if may_share else ""
     place = f"the node has {total}" if len(gpus) == 1 else f"the {counted(len(gpus), 'node')} have {total}"
     raise InvalidSetting(
         f"{request}, but {place}{hint}",

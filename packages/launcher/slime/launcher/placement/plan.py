@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime.launcher.config.settings import LauncherSettings
@@ -31,7 +31,7 @@ from slime.rollout.engines.embedded.launch import SHARED_CORES
 from slime.rollout.engines.gpus import VISIBLE
 from slime.rollout.engines.registry import counted_by_engines, needs_gpu, no_gpu_for
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting, counted
+from slime.types.errors import InvalidSetting, NotAvailable, counted
 
 THREADS = "OMP_NUM_THREADS"
 # In narrower models a second thread does not speed up an operation, and slows it down while the cores are busy.
@@ -110,6 +110,10 @@ def plan_placement(
     nodes, ranks = launcher.actor_num_nodes, launcher.actor_num_gpus_per_node
     rollout_gpus, engine = rollout.rollout_num_gpus, rollout.rollout_num_gpus_per_engine
     external = bool(rollout.rollout_external_engine_addrs) or launcher.debug_train_only
+    # The engines of several models are started by one service, so that they are on one node, as if they were one.
+    together = bool(rollout.served_models) and not external
+    if together:
+        engine = rollout_gpus or engine
     if launcher.debug_rollout_only:
         # Without a trainer, colocated engines get the GPUs that they would have shared with it.
         rollout_gpus = rollout_gpus or (nodes * ranks if launcher.colocate else None)
@@ -129,10 +133,12 @@ def plan_placement(
                 f"there is no GPU here; --dry-run --dry-run-gpus {limit} plans for nodes that have them",
             )  # fmt: skip
         trainer_nodes = tuple(range(nodes))
+        number = 1 if external else rollout.rollout_num_engines
+        on_cpu = _embedded_on(trainer_nodes, len(counts), launcher, 1 if together else number)
         return Placement(
             nodes * ranks,
             trainer_nodes,
-            _embedded_on(trainer_nodes, len(counts), launcher, 1 if external else rollout.rollout_num_engines),
+            (replace(on_cpu[0], embedded=number),) if together else on_cpu,
             offloads=rollout.offload_rollout is True,
         )
     usable = _usable(counts, launcher.num_gpus_per_node)
@@ -140,13 +146,20 @@ def plan_placement(
     shares = launcher.colocate and bool(ranks) and not elsewhere
     if shares:
         check_shared(nodes, ranks, rollout_gpus, engine)
-    request = GpuRequest(nodes, ranks, 0 if elsewhere or shares else rollout_gpus or engine, engine)
+    further = 0 if elsewhere or shares else rollout_gpus or engine
+    request = GpuRequest(nodes, ranks, further, engine, may_share=not together)
     check_sum(request, usable)
     idle = [min(pair) for pair in zip(free or usable, usable, strict=True)]
     chosen = choose_idle(request, idle, usable)
     if chosen is None:
         raise does_not_fit(request, usable)
     trainer_nodes, engines = chosen
+    if together and len(engines) > 1:
+        raise NotAvailable.unavailable(
+            f"--sglang-config {rollout.sglang_config} with engines on several nodes",
+            f"they have {rollout_gpus} GPUs together, and the largest node has {max(usable)}",
+            "fewer GPUs, or --rollout-external-engine-addrs with engines that run already",
+        )  # fmt: skip
     if shares:
         engines = parts_of_engines(trainer_nodes, ranks, max(1, engine // ranks))
     return Placement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from slime.launcher.config.catalogue import as_typed
@@ -83,6 +84,10 @@ def _placement(plan: Plan) -> Iterator[str]:
     elif plan.engine is None:
         for address in plan.config.rollout.rollout_external_engine_addrs or ():
             yield f"  {address}: engine that is already running"
+    elif not engines and (models := plan.models_of_engines()):
+        for name, number in Counter(models).items():
+            words = f"{counted(number, f'{plan.engine_name} engine')} of model {name}"
+            yield f"  {_where(plan, placement.engines[0].node, None)}: {words}"
     elif not engines:
         for share in placement.engines:
             yield f"  {_where(plan, share.node, None)}: {counted(plan.engines_of(share), f'{plan.engine_name} engine')}"
@@ -176,10 +181,9 @@ def _lag(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield from _trainer_memory(plan)
-    engine = plan.engine_memory()
-    if engine is not None:
-        yield f"Memory of an engine ({plan.engine_name})"
-        yield from (f"  {line}" for line in engine.lines)
+    for name, _, memory in plan.engine_memories():
+        yield f"Memory of an engine ({name})"
+        yield from (f"  {line}" for line in memory.lines)
     disk, formula = checkpoint_bytes(plan.config.trainer, plan.parameters, plan.adapters)
     yield f"A checkpoint takes {byte_size(disk)} of disk ({formula})"
     total, words = plan.host_memory()

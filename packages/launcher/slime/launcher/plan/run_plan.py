@@ -22,6 +22,8 @@ from slime.launcher.plan.parameter_counts import Held, of_adapters, of_directory
 from slime.launcher.plan.trainer_memory import CONTEXT_BYTES, GIB, RankMemory, trainer_memory
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import choose_engine
+from slime.rollout.settings.rollout import RolloutSettings
+from slime.rollout.settings.served_models import group_settings
 from slime.types.errors import InvalidSetting, counted
 
 
@@ -141,19 +143,41 @@ class Plan:
             return []
         if share.nodes > 1:
             return [list(range(share.gpus))]
+        if self.config.rollout.served_models:
+            return [gpus for _, each in self._gpus_of_models(share) for gpus in each]
         per_engine = self.config.rollout.rollout_num_gpus_per_engine
         return self.engine.divide(range(share.gpus), share.embedded, per_engine)
+
+    def _gpus_of_models(self, share: EngineShare) -> list[tuple[str, list[list[int]]]]:
+        """Returns (model, GPUs of each engine) for every group of --sglang-config, whose GPUs follow one another."""
+        assert self.engine is not None
+        found, taken = [], 0
+        for model in self.config.rollout.served_models:
+            for group in model.groups:
+                gpus = range(taken, taken + group.num_gpus) if group.num_gpus is not None else range(share.gpus)
+                taken += group.num_gpus or 0
+                engines = self.engine.divide(gpus, group.num_engines or 1, group.num_gpus_per_engine)
+                found.append((model.name, engines))
+        return found
+
+    def models_of_engines(self) -> list[str]:
+        """Returns the model of each engine in the order of their numbers; empty in a run with one model."""
+        if not self.config.rollout.served_models or self.engine is None:
+            return []
+        return [name for name, engines in self._gpus_of_models(self.placement.engines[0]) for _ in engines]
 
     def engines_of_gpus(self) -> dict[tuple[int, int], str]:
         """Returns engine names by (node, number of the GPU); empty for engines on the CPU or elsewhere."""
         names: dict[tuple[int, int], list[str]] = {}
-        number = 0
+        number, models = 0, self.models_of_engines()
         for share in self.placement.engines:
             first = self._first_gpu(share)
             for gpus in self._gpus_of_engines(share):
                 for rank, gpu in enumerate(gpus, share.part * share.gpus):
                     part = f" (tp {rank})" if len(gpus) > 1 or share.nodes > 1 else ""
-                    names.setdefault((share.node, first + gpu), []).append(f"{self.engine_name}-{number}{part}")
+                    of_model = f", model {models[number]}" if models else ""
+                    name = f"{self.engine_name}-{number}{part}{of_model}"
+                    names.setdefault((share.node, first + gpu), []).append(name)
                 number += share.part == share.nodes - 1
         return {gpu: ", ".join(found) for gpu, found in names.items()}
 
@@ -186,14 +210,33 @@ class Plan:
         ]  # fmt: skip
 
     def engine_memory(self) -> EngineMemory | None:
-        """Estimates the memory of an engine; None for engines that this run does not start."""
+        """Estimates the memory of an engine of the trained model; None for engines that this run does not start."""
         if self.engine is None or self.num_engines == 0:
             return None
+        return self._memory_of(self.config.rollout, self.model_config, self.parameters)
+
+    def _memory_of(self, settings: RolloutSettings, config: Mapping[str, Any], parameters: int) -> EngineMemory:
+        assert self.engine is not None
         on_gpu = any(share.gpus for share in self.placement.engines)
         gpu_bytes = self.hardware.gpu_bytes if on_gpu else None
-        return engine_memory(
-            self.engine, self.config.rollout, self.model_config, self.parameters, gpu_bytes, on_cpu=not on_gpu
-        )
+        return engine_memory(self.engine, settings, config, parameters, gpu_bytes, on_cpu=not on_gpu)
+
+    def engine_memories(self) -> list[tuple[str, int, EngineMemory]]:
+        """Returns (name, number of engines, memory of one of them) for each group of engines that are alike."""
+        if self.engine is None or self.num_engines == 0:
+            return []
+        rollout, found = self.config.rollout, []
+        if not rollout.served_models:
+            return [(self.engine_name, self.num_engines, self._memory_of(rollout, self.model_config, self.parameters))]
+        numbers = iter(self._gpus_of_models(self.placement.engines[0]))
+        for model in rollout.served_models:
+            whole = read_model_config(model.path)
+            config = whole.get("text_config") or whole
+            parameters = of_directory(model.path, whole)
+            for group in model.groups:
+                memory = self._memory_of(group_settings(rollout, model, group), config, parameters)
+                found.append((f"{self.engine_name}, model {model.name}", len(next(numbers)[1]), memory))
+        return found
 
     def phases(self) -> dict[str, tuple[float, float]]:
         """Returns (bytes needed, bytes available) on a GPU of the trainer for each phase.
@@ -226,5 +269,8 @@ class Plan:
                 words += ", and the trainer's weights while engines work"
             return total, words
         total += ranks * max((memory.training for memory in memories), default=0.0)
-        total += engine.weights * engines if engine is not None else 0.0
+        if self.config.rollout.served_models:
+            total += sum(number * memory.weights for _, number, memory in self.engine_memories())
+        elif engine is not None:
+            total += engine.weights * engines
         return total, f"{words}, with their weights"

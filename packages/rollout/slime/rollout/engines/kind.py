@@ -138,12 +138,17 @@ class EngineKind(abc.ABC):
 
     @abc.abstractmethod
     def starts(
-        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
+        self,
+        settings: RolloutSettings,
+        gpus: Sequence[str],
+        first: int = 0,
+        node: EngineNode | None = None,
+        others: int = 0,
     ) -> Starts:
         """Returns one function per engine that starts it on its part of `gpus`.
 
         first: the number in the name of the first engine. node: the part of one engine that `gpus` are for, if it spans
-        nodes.
+        nodes. others: further engines that share `gpus`, or the CPU, with these.
         """
 
     @abc.abstractmethod

@@ -222,6 +222,20 @@ class EngineProcess:
         )
 
 
+def start_all(starts: Iterable[Callable[[], EngineProcess]], timeout_seconds: float) -> list[EngineProcess]:
+    """Starts several engines at the same time, and returns them when they are ready. Raises as `wait_ready`; then none
+    is left running."""
+    deadline = time.monotonic() + timeout_seconds
+    processes: list[EngineProcess] = []
+    try:
+        for start in starts:
+            processes.append(start())
+        return [process.wait_ready(max(0.0, deadline - time.monotonic())) for process in processes]
+    except BaseException:
+        stop_all(processes)
+        raise
+
+
 def stop_all(engines: Iterable[RunningEngine], grace_seconds: float | None = None) -> None:
     """Stops several engines at the same time. Raises the first failure after all have been told to stop."""
     engines = list(engines)

@@ -82,7 +82,8 @@ def no_gpu_for(rollout_num_gpus: int) -> InvalidSetting:
     return InvalidSetting.requires(
         f"--rollout-num-gpus {rollout_num_gpus}",
         "a machine with GPUs",
-        "no GPU is visible here; --rollout-num-engines sets how many engines run on the CPU",
+        "no GPU is visible here; --rollout-num-engines sets how many engines run on the CPU, as num_engines in the "
+        "file of --sglang-config does",
     )
 
 

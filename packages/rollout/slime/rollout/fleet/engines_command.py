@@ -24,7 +24,7 @@ USAGE = f"""usage: {PROG} {{{",".join(ACTIONS)}}} [URL] --address HOST:PORT [--t
 `{PROG} COMMAND --help` describes a command."""
 # More than the service allows itself.
 SECONDS = 120.0
-COLUMNS = ("name", "url", "kind", "state", "weights", "in flight")
+COLUMNS = ("name", "model", "url", "kind", "state", "weights", "in flight")
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,8 +38,8 @@ def main(words: Sequence[str]) -> int:
     rpc = RpcSettings(token_file=options["token_file"], tls_ca=options["tls_ca"])
     with RolloutClient(check_address(options["address"], "--address"), settings=rpc) as client:
         if action == "list":
-            rows = [COLUMNS, *map(_row, client.status().engines)]
-            widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+            rows = _without_empty([COLUMNS, *map(_row, client.status().engines)])
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             for row in rows:
                 print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         elif action == "add":
@@ -67,7 +67,14 @@ def _parser(action: str) -> Parser:
 
 
 def _row(engine: Engine) -> tuple[str, ...]:
-    return engine.name, engine.url, engine.kind, _state(engine), str(engine.weight_version), str(engine.in_flight)
+    weights, in_flight = str(engine.weight_version), str(engine.in_flight)
+    return engine.name, engine.model, engine.url, engine.kind, _state(engine), weights, in_flight
+
+
+def _without_empty(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leaves out the columns in which no engine has a word: the models, in a run with one."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
+    return list(zip(*columns, strict=True))
 
 
 def _state(engine: Engine) -> str:

@@ -267,7 +267,7 @@ class WatchedEngines(ChangingMembers):
             try:
                 self.restarts.check(member.name, reason.message, since)
             except EngineError as error:
-                await self._end(error)
+                await self.end(error)
                 return
             try:
                 start = partial(self.restarts.start, gone)
@@ -280,9 +280,7 @@ class WatchedEngines(ChangingMembers):
             except Exception as error:
                 # An unexpected error of the system: end the fleet, or requests for this engine would wait forever.
                 log.exception("engine %s cannot be started again", member.name)
-                await self._end(
-                    EngineError(f"engine {member.name} cannot be started again: {error}", field=member.name)
-                )
+                await self.end(EngineError(f"engine {member.name} cannot be started again: {error}", field=member.name))
                 return
         log.warning(
             "engine %s was started again in %.1f s, and %s",
@@ -314,9 +312,9 @@ class WatchedEngines(ChangingMembers):
     async def _fail(self, member: Member, error: EngineError | None) -> EngineError:
         """Makes the fleet fail with the error of the member's death where its process has died, else with `error`."""
         member.healthy = False
-        return await self._end(await asyncio.to_thread(_death, member, error))
+        return await self.end(await asyncio.to_thread(_death, member, error))
 
-    async def _end(self, error: EngineError) -> EngineError:
+    async def end(self, error: EngineError) -> EngineError:
         if self.error is not None:
             return self.error
         self.error = error

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -40,14 +41,23 @@ _STATES: WeakValueDictionary[str, RolloutState] = WeakValueDictionary()
 class RolloutState(SubmittedGroups):
     """Holds what generation needs. Copies of `args` share it.
 
-    fleet: the engines. tokenizer: that of transformers. prompts: renders and tokenizes prompts. context_len: maximum
-    tokens of prompt and response together, or None. plugins: the user's functions. sampling_params: SGLang's sampling
-    parameters of a training rollout. semaphore: limits the samples in flight; plug-ins may use it too.
+    fleet: the engines of the trained model. models: those of the others, by name. tokenizer: that of transformers.
+    prompts: renders and tokenizes prompts. context_len: maximum tokens of prompt and response together, or None.
+    plugins: the user's functions. sampling_params: SGLang's sampling parameters of a training rollout. semaphore:
+    limits the samples in flight; plug-ins may use it too.
     """
 
-    def __init__(self, args: RolloutArgs, fleet: Fleet, tokenizer: Any, plugins: RolloutPlugins) -> None:
+    def __init__(
+        self,
+        args: RolloutArgs,
+        fleet: Fleet,
+        tokenizer: Any,
+        plugins: RolloutPlugins,
+        models: Mapping[str, Fleet] | None = None,
+    ) -> None:
         self.args = args
         self.fleet = fleet
+        self.models = dict(models or {})
         self.loop = fleet.loop
         self.tokenizer = tokenizer
         self.prompts = _encoder(args, tokenizer)
@@ -190,11 +200,16 @@ def eval_sampling_params(args: RolloutArgs) -> dict[str, Any]:
     )
 
 
-def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | None = None) -> RolloutArgs:
+def flat_args(
+    settings: RolloutSettings,
+    fleet: Fleet,
+    extra: dict[str, Any] | None = None,
+    models: Mapping[str, Fleet] | None = None,
+) -> RolloutArgs:
     """Returns the namespace that plug-ins get: the rollout settings, `extra`, the addresses of the engines and of the
-    router, which has to listen already.
+    routers, which have to listen already.
 
-    extra: the settings that the launcher adds.
+    extra: the settings that the launcher adds. models: the engines of models that are not trained, by name.
     """
     args = cast(RolloutArgs, argparse.Namespace(**(extra or {})))
     for name, value in vars(settings).items():
@@ -213,14 +228,20 @@ def flat_args(settings: RolloutSettings, fleet: Fleet, extra: dict[str, Any] | N
     args.rollout_engine_urls, args.sglang_model_routers = [], {}
     _set_addresses(args, fleet)
     fleet.on_new_address(lambda: _set_addresses(args, fleet))
+    fleets = {model.name: fleet for model in settings.served_models if model.trained} | dict(models or {})
+    args.sglang_model_routers |= {name: _router_of(each) for name, each in fleets.items()}
     return args
+
+
+def _router_of(fleet: Fleet) -> tuple[str | None, int | None]:
+    url = urlsplit(fleet.address.url) if fleet.address is not None else None
+    return (url.hostname, url.port) if url else (None, None)
 
 
 def _set_addresses(args: RolloutArgs, fleet: Fleet) -> None:
     """Writes the addresses of the engines into `args`, whose copies share the list and the dictionary."""
     args.rollout_engine_urls[:] = [member.url for member in fleet.members]
-    url = urlsplit(fleet.address.url) if fleet.address is not None else None
-    args.sglang_router_ip, args.sglang_router_port = (url.hostname, url.port) if url else (None, None)
+    args.sglang_router_ip, args.sglang_router_port = _router_of(fleet)
     args.sglang_model_routers["default"] = (args.sglang_router_ip, args.sglang_router_port)
 
 

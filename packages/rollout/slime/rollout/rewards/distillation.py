@@ -4,6 +4,7 @@
         --custom-rm-path slime.rollout.on_policy_distillation.reward_func
         --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
 
+With `--rm-url model://teacher/generate` the teacher is a model of the run itself, named in the file of --sglang-config.
 The teacher must have the tokenizer of the policy. The trainer subtracts --opd-kl-coef times the difference of log-probs
 from the advantages; the reward itself is 0.
 """
@@ -15,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime.rollout.models.addresses import reward_url
 from slime.rollout.rewards.built_in.remote import ask
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, counted
@@ -36,7 +38,7 @@ async def reward_func(args: RolloutArgs, sample: Sample, **kwargs: Any) -> float
         raise InvalidSetting.requires("slime.rollout.on_policy_distillation.reward_func", "--rm-url URL")
     tokens = [int(token) for token in sample.tokens]
     answer = await ask(
-        args.rm_url,
+        reward_url(args),
         {
             "input_ids": tokens,
             "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},

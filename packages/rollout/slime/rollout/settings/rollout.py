@@ -8,6 +8,7 @@ from typing import Any
 from slime.rollout.engines.registry import KINDS, counted_by_engines, unread_settings
 from slime.rollout.settings.eval_overrides import check_overrides
 from slime.rollout.settings.metrics import MetricSettings
+from slime.rollout.settings.served_models import ModelSettings
 from slime.types.addresses import split_url
 from slime.types.errors import InvalidSetting
 from slime.types.setting_values import flag_name
@@ -29,8 +30,9 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 @dataclass(kw_only=True)
 class RolloutSettings(
-    PolicySettings, BatchSettings, GroupSettings, PromptSettings, EngineSettings, ModeSettings, MetricSettings
-):
+    PolicySettings, BatchSettings, GroupSettings, PromptSettings, EngineSettings, ModeSettings, ModelSettings,
+    MetricSettings,
+):  # fmt: skip
     """Rollout."""
 
     # The rollout loop.
@@ -132,7 +134,10 @@ class RolloutSettings(
         "Score the samples of a group in one call; evaluation does so only if the --custom-rm-path file has "
         "no function for one sample",
     )
-    rm_url: str | None = setting(None, "URL that --rm-type remote_rm posts to")
+    rm_url: str | None = setting(
+        None,
+        "URL that --rm-type remote_rm posts to, or model://NAME/PATH for a model of --sglang-config",
+    )
     custom_rm_path: str | None = setting(None, "Your reward function, as module.attribute or file.py:function")
 
     # Evaluation; None falls back to the value of training.
@@ -316,6 +321,7 @@ class RolloutSettings(
             )
 
     def _check_engines(self) -> None:
+        self.check_models()
         for address in self.rollout_external_engine_addrs or ():
             split_url(address, "--rollout-external-engine-addrs")
         if self.rollout_stream_interval and self.deterministic:
@@ -363,12 +369,6 @@ class RolloutSettings(
             for typed, reason in unread_settings(kind, self):
                 raise InvalidSetting.conflict(f"--rollout-engine {self.rollout_engine}", typed, reason)
             kind.check(self)
-        if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
-            raise InvalidSetting.must_be(
-                "--rollout-num-gpus",
-                f"a multiple of --rollout-num-gpus-per-engine {self.rollout_num_gpus_per_engine}",
-                got=self.rollout_num_gpus,
-            )
         if self.rollout_external_engine_addrs and self.colocate:
             raise InvalidSetting.conflict(
                 "--colocate", "--rollout-external-engine-addrs", "external engines have no GPU to share"

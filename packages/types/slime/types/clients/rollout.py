@@ -27,7 +27,8 @@ class Engine:
     send, empty for none; only `begin_weight_update` returns it. weight_transports: the values of
     --update-weight-transport that it supports, the best one first. awaits_weights: it was started again or has joined,
     and serves once it has been sent weights. in_flight: samples that it generates or has queued. delta_carriers: see
-    `slime.types.weight_deltas.CARRIERS`; empty for one that takes whole weights only.
+    `slime.types.weight_deltas.CARRIERS`; empty for one that takes whole weights only. model: the name of its model in
+    a run that serves several.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Engine:
     awaits_weights: bool = False
     in_flight: int = 0
     delta_carriers: tuple[str, ...] = ()
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ def _engines(messages: Any) -> list[Engine]:
             m.awaits_weights,
             m.in_flight,
             tuple(m.delta_carriers),
+            m.model,
         )  # fmt: skip
         for m in messages
     ]

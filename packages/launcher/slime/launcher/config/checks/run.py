@@ -204,6 +204,20 @@ def check_learning(args: Mapping[str, Any], trainer: TrainerSettings) -> None:
         refuse_nuclei_without_gradient(trainer)
 
 
+def check_served_models(rollout: RolloutSettings, args: Mapping[str, Any]) -> None:
+    """Raises MissingFile or InvalidFile for a model of --sglang-config that is not one, and InvalidSetting for engines
+    of the trained model that --true-on-policy-mode cannot have. args: every setting by its name."""
+    for model in rollout.served_models:
+        place = f"--sglang-config {rollout.sglang_config}: model {model.name}"
+        if not model.trained:
+            check_model(place, Path(model.path), tokenizer=True)
+        elif args["true_on_policy_mode"] and any(group.num_gpus_per_engine > 1 for group in model.groups):
+            raise InvalidSetting.conflict(
+                "--true-on-policy-mode", f"num_gpus_per_engine above 1 in {place}",
+                "sums over several GPUs round differently from the trainer's",
+            )  # fmt: skip
+
+
 def check_tensor_parallel(rollout: RolloutSettings) -> None:
     """Raises InvalidSetting if --sglang-tp-size, taken for --rollout-num-gpus-per-engine, means something else."""
     gpus = rollout.rollout_num_gpus_per_engine

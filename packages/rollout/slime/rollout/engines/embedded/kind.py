@@ -73,7 +73,12 @@ class Embedded(EngineKind):
         return [[gpus[i % len(gpus)]] if gpus else [] for i in range(engines)]
 
     def starts(
-        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
+        self,
+        settings: RolloutSettings,
+        gpus: Sequence[str],
+        first: int = 0,
+        node: EngineNode | None = None,
+        others: int = 0,
     ) -> Starts:
         from slime.rollout.engines.embedded.launch import start_embedded
         from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -83,7 +88,7 @@ class Embedded(EngineKind):
         shares = self.divide(gpus, settings.rollout_num_engines, settings.rollout_num_gpus_per_engine)
         on_gpus = len(gpus) if settings.rollout_engine_device != "cpu" else 0
         # The number of engines that share one memory for their keys and values.
-        sharing = max(1, math.ceil(len(shares) / max(1, on_gpus)))
+        sharing = max(1, math.ceil((len(shares) + others) / max(1, on_gpus)))
         options = EmbeddedOptions(
             model_path=settings.hf_checkpoint,
             host=settings.rollout_engine_host,

@@ -63,7 +63,12 @@ class SGLang(EngineKind):
         return [list(gpus[i : i + gpus_per_engine]) for i in range(0, used, gpus_per_engine)]
 
     def starts(
-        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
+        self,
+        settings: RolloutSettings,
+        gpus: Sequence[str],
+        first: int = 0,
+        node: EngineNode | None = None,
+        others: int = 0,
     ) -> Starts:
         from slime.rollout.engines.keys import new_key
         from slime.rollout.engines.sglang.launch import SGLangOptions, all_gpus, divide_gpus, start_sglang

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from slime.rollout.engines.keys import engine_headers
+from slime.rollout.models.addresses import reward_url
 from slime.types import Sample
 from slime.types.errors import InvalidSetting, Unavailable, counted
 
@@ -28,7 +29,7 @@ async def remote_rm(args: RolloutArgs, sample: Sample, max_retries: int = TRIES)
     if not args.rm_url:
         raise InvalidSetting.requires("--rm-type remote_rm", "--rm-url URL")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    return await ask(args.rm_url, payload, max_retries)
+    return await ask(reward_url(args), payload, max_retries)
 
 
 async def ask(url: str, payload: dict[str, Any], max_retries: int = TRIES) -> Any:

@@ -1,0 +1,203 @@
+"""The file of --sglang-config: the models of a run, their groups of engines, and what is wrong with others."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.rollout.settings.rollout import RolloutSettings
+from slime.rollout.settings.served_models import GROUP_KEYS, MODEL_KEYS, group_settings, read_models
+from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
+
+POLICY: dict[str, Any] = {"name": "policy", "server_groups": [{"num_gpus": 4, "num_gpus_per_engine": 2}]}
+JUDGE: dict[str, Any] = {
+    "name": "judge",
+    "model_path": "/models/judge",
+    "num_gpus_per_engine": 1,
+    "server_groups": [{"worker_type": "regular", "num_gpus": 2, "overrides": {"mem-fraction-static": 0.8}}],
+}
+EMBEDDED: list[dict[str, Any]] = [
+    {"name": "policy", "server_groups": [{"num_engines": 2}]},
+    {"name": "judge", "model_path": "/models/judge", "server_groups": [{"num_engines": 1}]},
+]
+
+
+def settings(tmp_path: Path, models: Any, **values: Any) -> RolloutSettings:
+    path = tmp_path / "models.yaml"
+    path.write_text(yaml.safe_dump({"sglang": models}))
+    return RolloutSettings(hf_checkpoint="/models/policy", sglang_config=str(path), **values)
+
+
+def test_models_have_their_own_engines_and_settings(tmp_path: Path) -> None:
+    made = settings(
+        tmp_path, [POLICY, JUDGE], offload_rollout=True, update_weight_mode="delta", use_rollout_routing_replay=True,
+        sglang_args={"context_length": 4096}, rollout_num_gpus_per_engine=2,
+    )  # fmt: skip
+    policy, judge = made.served_models
+    assert (policy.name, policy.path, policy.trained) == ("policy", "/models/policy", True)
+    assert (judge.name, judge.path, judge.trained) == ("judge", "/models/judge", False)
+    # The sum over the file, as placement needs it.
+    assert made.rollout_num_gpus == 6
+    of_policy = group_settings(made, policy, policy.groups[0])
+    assert of_policy.hf_checkpoint == "/models/policy" and of_policy.rollout_num_gpus_per_engine == 2
+    assert of_policy.offloads and of_policy.update_weight_mode == "delta" and of_policy.use_rollout_routing_replay
+    assert of_policy.sglang_args == {"context_length": 4096} and of_policy.served_models == ()
+    of_judge = group_settings(made, judge, judge.groups[0])
+    assert of_judge.hf_checkpoint == "/models/judge" and of_judge.rollout_num_gpus_per_engine == 1
+    assert of_judge.sglang_args == {"context_length": 4096, "mem_fraction_static": 0.8}
+    # Its engines keep their weights and their memory.
+    assert not of_judge.offloads and of_judge.update_weight_mode == "full" and not of_judge.use_rollout_routing_replay
+
+
+def test_services_on_other_nodes_need_no_file(tmp_path: Path) -> None:
+    made = settings(tmp_path, EMBEDDED)
+    (tmp_path / "models.yaml").unlink()
+    assert pickle.loads(pickle.dumps(made)).served_models == made.served_models
+
+
+def test_embedded_engines_are_counted(tmp_path: Path) -> None:
+    made = settings(tmp_path, EMBEDDED)
+    assert made.rollout_engine == "embedded" and made.rollout_num_engines == 3 and made.rollout_num_gpus is None
+    counts = [group_settings(made, model, group).rollout_num_engines for model in made.served_models
+              for group in model.groups]  # fmt: skip
+    assert counts == [2, 1]
+
+
+def test_a_path_to_the_trained_model_is_the_trained_model(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/models/policy")
+    models = [POLICY | {"model_path": str(tmp_path / "link")}, JUDGE]
+    assert settings(tmp_path, models).served_models[0].trained
+    # Its first weights stay available where that is asked for.
+    initial = {"name": "initial", "update_weights": False, "server_groups": [{"num_gpus": 1}]}
+    made = settings(tmp_path, [POLICY, initial])
+    assert [model.trained for model in made.served_models] == [True, False]
+    assert made.served_models[1].path == "/models/policy"
+
+
+def without(entry: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != key}
+
+
+def judge_with(**group: Any) -> list[Any]:
+    return [POLICY, JUDGE | {"server_groups": [group]}]
+
+
+@pytest.mark.parametrize(
+    "models, error, message",
+    [
+        ([], InvalidFile, "sglang must be a list of models, got []"),
+        ("x", InvalidFile, "sglang must be a list of models"),
+        (["x"], InvalidFile, "sglang[0] must be a mapping, got 'x'"),
+        ([without(POLICY, "name")], InvalidFile, "sglang[0].name must be a name of letters"),
+        ([POLICY, JUDGE | {"name": "a/b"}], InvalidFile, "sglang[1].name must be a name of letters"),
+        ([POLICY, JUDGE | {"name": "policy"}], InvalidFile, "sglang[1].name must be a name that no other model has"),
+        ([POLICY, JUDGE | {"name": "default"}], InvalidFile, "sglang[1].name must be another name"),
+        ([POLICY, JUDGE | {"model": "x"}], InvalidFile, "sglang[1]: unknown key 'model'; did you mean"),
+        ([POLICY, JUDGE | {"model_path": 3}], InvalidFile, "sglang[1].model_path must be the directory of a model"),
+        ([POLICY, JUDGE | {"update_weights": 1}], InvalidFile, "sglang[1].update_weights must be true or false"),
+        ([POLICY, JUDGE | {"update_weights": True}], InvalidFile, "sglang[1].model_path must be --hf-checkpoint"),
+        ([JUDGE], InvalidFile, "the weights of the trainer go to one model, and here to no model"),
+        ([POLICY, POLICY | {"name": "b"}], InvalidFile, "here to the models policy and b"),
+        ([without(POLICY, "server_groups")], InvalidFile, "sglang[0].server_groups must be a list of groups"),
+        ([POLICY | {"engine_groups": []}], InvalidFile, "sglang[0].engine_groups and server_groups cannot be"),
+        (judge_with(num_gpu=2), InvalidFile, "sglang[1].server_groups[0]: unknown key 'num_gpu'; did you mean"),
+        (judge_with(), InvalidFile, "sglang[1].server_groups[0] must be a group with num_gpus"),
+        (judge_with(num_gpus=1, num_engines=1), InvalidFile, "must be a group with num_gpus, or for embedded"),
+        (judge_with(num_gpus=0), InvalidFile, "server_groups[0].num_gpus must be a whole number of at least 1, got 0"),
+        (judge_with(num_gpus=True), InvalidFile, "server_groups[0].num_gpus must be a whole number of at least 1"),
+        (judge_with(num_gpus=3, num_gpus_per_engine=2), InvalidFile, "must be a multiple of num_gpus_per_engine 2"),
+        (judge_with(num_engines=1), InvalidFile, "some groups have num_gpus and others num_engines"),
+        (judge_with(num_engines=1, num_gpus_per_engine=1), InvalidFile, "num_gpus_per_engine must be left out"),
+        (judge_with(num_gpus=1, worker_type="regula"), InvalidFile, "worker_type must be regular, got 'regula'"),
+        (judge_with(num_gpus=1, worker_type="encoder"), NotAvailable, "worker_type encoder is not supported yet"),
+        (judge_with(num_gpus=1, worker_type="placeholder"), NotAvailable, "placeholder is not supported yet"),
+        (judge_with(num_gpus=1, overrides=3), InvalidFile, "server_groups[0].overrides must be a mapping"),
+        (judge_with(num_gpus=1, overrides={"mem_fraction_statik": 1}), UnknownFlag,
+         "sglang[1].server_groups[0]: unknown option of SGLang"),
+        (judge_with(num_gpus=1, overrides={"port": 1}), InvalidSetting, "sglang[1].server_groups[0]: --sglang-port"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(
+    tmp_path: Path, models: Any, error: type[ConfigError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        settings(tmp_path, models)
+    assert str(tmp_path / "models.yaml") in caught.value.message and message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"rollout_num_gpus": 5}, "--rollout-num-gpus must be 6, the sum over --sglang-config"),
+        ({"rollout_external_engine_addrs": ["h:1"]}, "--sglang-config and --rollout-external-engine-addrs cannot"),
+        ({"colocate": True}, "--sglang-config and --colocate cannot be used together"),
+        ({"rollout_engine": "embedded"}, "--rollout-engine embedded requires num_engines in --sglang-config"),
+    ],
+)
+def test_flags_that_contradict_the_file_are_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        settings(tmp_path, [POLICY, JUDGE], **values)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "models, values, message",
+    [
+        (EMBEDDED, {"rollout_num_engines": 2}, "--rollout-num-engines must be 3, the sum over --sglang-config"),
+        (EMBEDDED, {"rollout_engine": "sglang"}, "--rollout-engine sglang requires num_gpus in --sglang-config"),
+        ([EMBEDDED[0] | {"server_groups": [{"num_engines": 1, "overrides": {"mem_fraction_static": 0.5}}]}], {},
+         "sglang[0].server_groups[0]: --rollout-engine embedded and --sglang-mem-fraction-static cannot"),
+    ],
+)  # fmt: skip
+def test_embedded_engines_take_what_they_read(
+    tmp_path: Path, models: Any, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        settings(tmp_path, models, **values)
+    assert message in caught.value.message
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFile, match="--sglang-config"):
+        RolloutSettings(hf_checkpoint="m", sglang_config=str(tmp_path / "none.yaml"))
+    (tmp_path / "models.yaml").write_text("sglang: [\n")
+    with pytest.raises(InvalidFile, match="--sglang-config"):
+        RolloutSettings(hf_checkpoint="m", sglang_config=str(tmp_path / "models.yaml"))
+    (tmp_path / "models.yaml").write_text("models: []\n")
+    with pytest.raises(InvalidFile, match="unknown key 'models'"):
+        RolloutSettings(hf_checkpoint="m", sglang_config=str(tmp_path / "models.yaml"))
+
+
+def test_a_reward_url_may_name_a_model_of_the_run(tmp_path: Path) -> None:
+    assert settings(tmp_path, EMBEDDED, rm_url="model://judge/v1/score").rm_url == "model://judge/v1/score"
+    with pytest.raises(InvalidSetting, match="unknown model of --sglang-config 'jugde'; did you mean judge"):
+        settings(tmp_path, EMBEDDED, rm_url="model://jugde/generate")
+    with pytest.raises(InvalidSetting, match="--rm-url model://judge requires --sglang-config FILE"):
+        RolloutSettings(hf_checkpoint="m", rm_url="model://judge")
+
+
+KEYS = ("name", "sglang", "engine_groups", *MODEL_KEYS, *GROUP_KEYS)
+TEXT = st.text(max_size=8)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 4) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(models=VALUES)
+def test_any_content_is_read_or_refused_by_name(tmp_path_factory: pytest.TempPathFactory, models: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump({"sglang": models}))
+    try:
+        read = read_models(str(path), "/models/policy", 1)
+    except ConfigError as error:
+        assert str(path) in error.message
+    else:
+        assert sum(model.trained for model in read) == 1

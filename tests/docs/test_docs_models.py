@@ -1,0 +1,27 @@
+"""The files of --sglang-config on docs/several-models.md are read as they are printed."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT, blocks
+from slime.rollout.settings.rollout import RolloutSettings
+from slime.rollout.settings.served_models import GROUP_KEYS, MODEL_KEYS
+
+PAGE = ROOT / "docs" / "several-models.md"
+FILES = [block for block in blocks(PAGE) if block.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", FILES, ids=lambda block: f"line-{block.line}")
+def test_a_printed_file_is_read(block, tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text(textwrap.dedent(block.text))
+    settings = RolloutSettings(hf_checkpoint="models/policy", sglang_config=str(tmp_path / "models.yaml"))
+    assert [(model.name, model.trained) for model in settings.served_models] == [("policy", True), ("judge", False)]
+
+
+def test_every_key_is_on_the_page() -> None:
+    rows = {line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+    assert rows == {*MODEL_KEYS, *GROUP_KEYS} and len(FILES) == 2
