@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pages import ROOT, blocks
+from slime.rollout.settings.model_file import GROUP_KEYS, MODEL_KEYS
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.rollout.settings.served_models import GROUP_KEYS, MODEL_KEYS
 
 PAGE = ROOT / "docs" / "several-models.md"
 FILES = [block for block in blocks(PAGE) if block.language == "yaml"]
@@ -24,4 +24,4 @@ def test_a_printed_file_is_read(block, tmp_path: Path) -> None:
 
 def test_every_key_is_on_the_page() -> None:
     rows = {line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")}
-    assert rows == {*MODEL_KEYS, *GROUP_KEYS} and len(FILES) == 2
+    assert rows == {*MODEL_KEYS, *GROUP_KEYS} and len(FILES) == 3

@@ -16,7 +16,7 @@ import torch
 from slime.buffer.service import serve as serve_buffer
 from slime.buffer.settings import BufferSettings
 from slime.rollout.engines import registry
-from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
+from slime.rollout.engines.kind import REGULAR, Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.service import serve as serve_rollout
 from slime.rollout.settings.rollout import RolloutSettings
@@ -97,8 +97,9 @@ class Echo(EngineKind):
         return [[] for _ in range(engines)]
 
     def starts(
-        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None
-    ) -> Starts:
+        self, settings: RolloutSettings, gpus: Sequence[str], first: int = 0, node: EngineNode | None = None,
+        others: int = 0, worker_type: str = REGULAR,
+    ) -> Starts:  # fmt: skip
         def command(announce: int, parent: int) -> list[str]:
             return [sys.executable, "-c", SERVER, str(announce), "".join(VOCABULARY[2:])]
 

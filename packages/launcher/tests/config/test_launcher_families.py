@@ -43,7 +43,8 @@ def test_flags_of_sglang_reach_the_rollout() -> None:
         (["--sglang-prot", "1"], UnknownFlag, "unknown option --sglang-prot; see --help"),
         (["--sglang-mem-fraction-static", "0.7", "--rollout-engine", "embedded"], InvalidSetting, "embedded"),
         (["--sglang-config", "none.yaml"], MissingFile, "--sglang-config"),
-        (["--prefill-num-servers", "1"], NotAvailable, "--prefill-num-servers is not supported yet"),
+        (["--prefill-num-servers", "1"], InvalidSetting, "--prefill-num-servers 1 requires --rollout-num-gpus"),
+        (["--sglang-disaggregation-mode", "prefill"], InvalidSetting, "worker_type in the file of --sglang-config"),
         (["--sglang-router-ip=x"], NotAvailable, "--sglang-router-ip is not supported yet"),
     ],
 )

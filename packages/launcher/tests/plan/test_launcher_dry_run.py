@@ -159,6 +159,10 @@ def test_engines_of_several_models_are_named_with_their_model(
         "  GPU 3: sglang-1 (tp 0), model policy", "  GPU 4: sglang-1 (tp 1), model policy",
         "  GPU 5: sglang-2, model judge",
     ]  # fmt: skip
+    parts = ["--prefill-num-servers", "1", "--rollout-num-gpus", "3", "--dry-run-gpus", "4"]
+    lines = plan(words, *parts, capsys=capsys)
+    at = lines.index("  GPU 1: sglang-0, model default, prefill")
+    assert lines[at + 1 : at + 3] == [f"  GPU {n}: sglang-{n - 1}, model default, decode" for n in (2, 3)]
     lines = planned("num_engines: 2", "num_engines: 1")
     at = lines.index("  CPU: 2 embedded engines of model policy")
     assert lines[at + 1] == "  CPU: 1 embedded engine of model judge"

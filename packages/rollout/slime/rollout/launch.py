@@ -11,7 +11,7 @@ from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RemoteEngine, RunningEngine
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.keys import read_key
-from slime.rollout.engines.kind import EngineNode
+from slime.rollout.engines.kind import DECODE, PREFILL, EngineNode
 from slime.rollout.engines.process import start_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.fleet.fleet import Fleet
@@ -25,6 +25,7 @@ from slime.rollout.plugins import RolloutPlugins
 from slime.rollout.prompts.tokenizer import check_directory, check_transformers, load_tokenizer
 from slime.rollout.rewards import reward_function
 from slime.rollout.settings.rollout import RolloutSettings
+from slime.rollout.settings.served_models import refuse_in_pairs
 from slime.types.addresses import split_url
 from slime.types.errors import InvalidSetting, NotAvailable, errors_name
 
@@ -52,7 +53,7 @@ def open_state(
     check_directory(settings.hf_checkpoint)
     check_transformers(settings.hf_checkpoint)
     for model in settings.served_models:
-        with errors_name(f"--sglang-config {settings.sglang_config}: model {model.name}"):
+        with errors_name(f"{settings.models_source}: model {model.name}"):
             check_directory(model.path)
     if hosted and settings.use_fault_tolerance:
         raise NotAvailable.unavailable(
@@ -91,13 +92,23 @@ def open_state(
 
 
 def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
-    """Raises InvalidSetting for an engine, started by someone else, that lacks an ability that the settings require."""
+    """Raises InvalidSetting for an engine, started by someone else, that lacks an ability that the settings require, or
+    an engine to do the other part of its requests."""
+    stages = {member.stage for member in fleet.members}
+    if stages not in (set(), {""}, {PREFILL, DECODE}):
+        parts = ", ".join(f"{member.name} does {member.stage or 'both'}" for member in fleet.members)
+        raise InvalidSetting.requires(
+            "--rollout-external-engine-addrs", "engines that do prefill and engines that decode, or ones that do both",
+            parts,
+        )  # fmt: skip
     for member in fleet.members:
         check_member(settings, member)
 
 
 def check_member(settings: RolloutSettings, member: Member) -> None:
     """Does the work of `check_abilities` for one engine."""
+    if member.stage:
+        refuse_in_pairs(settings, f"engine {member.name}, which does {member.stage}")
     for wanted, ability, flag in (
         (settings.deterministic, "seeded", "--deterministic"),
         (settings.offloads, "memory_saver", "--offload-rollout"),

@@ -159,6 +159,7 @@ def test_a_model_that_is_not_there_is_named_before_an_engine_starts(
 
 def test_gpus_go_to_groups_in_their_order(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from slime.rollout.engines.sglang.kind import SGLang
+    from slime.rollout.engines.sglang.launch import server_command
     from slime.rollout.models.start import starts_of_models
 
     monkeypatch.setattr(SGLang, "is_installed", lambda self: True)
@@ -183,5 +184,12 @@ def test_gpus_go_to_groups_in_their_order(directory: Path, monkeypatch: pytest.M
         "policy": [(policy, "sglang-1", ["3", "4"]), (policy, "sglang-2", ["5", "6"]), (policy, "sglang-3", ["7"])],
     }
     assert starts["policy"][2].args[0].args["mem_fraction_static"] == 0.5  # type: ignore[attr-defined]
+    commands = [server_command(s.args[0]) for each in starts.values() for s in each]  # type: ignore[attr-defined]
+    assert not any("--disaggregation-mode" in word for words in commands for word in words)
+    in_pairs = RolloutSettings(hf_checkpoint=policy, prefill_num_servers=2, rollout_num_gpus=3)
+    ((name, each),) = starts_of_models(in_pairs, ["0", "1", "2"]).items()
+    words = [server_command(s.args[0]) for s in each]  # type: ignore[attr-defined]
+    assert name == "default" and ["--disaggregation-mode=prefill" in line for line in words] == [True, True, False]
+    assert "--disaggregation-mode=decode" in words[2]
     with pytest.raises(InvalidSetting, match=r"sglang\[1\].server_groups\[1\].num_gpus must be at most 0, got 1"):
         starts_of_models(settings, ["2", "3", "4", "5", "6"])

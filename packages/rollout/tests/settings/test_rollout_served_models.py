@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.rollout.settings.model_file import GROUP_KEYS, MODEL_KEYS, read_models
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.rollout.settings.served_models import GROUP_KEYS, MODEL_KEYS, group_settings, read_models
+from slime.rollout.settings.served_models import group_settings
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
 
 POLICY: dict[str, Any] = {"name": "policy", "server_groups": [{"num_gpus": 4, "num_gpus_per_engine": 2}]}
@@ -80,6 +81,65 @@ def test_a_path_to_the_trained_model_is_the_trained_model(tmp_path: Path) -> Non
     assert made.served_models[1].path == "/models/policy"
 
 
+PAIR = [{"worker_type": "prefill", "num_gpus": 2}, {"worker_type": "decode", "num_gpus": 4, "num_gpus_per_engine": 2}]
+
+
+def test_engines_of_a_model_may_be_pairs(tmp_path: Path) -> None:
+    made = settings(tmp_path, [POLICY | {"server_groups": PAIR}, JUDGE])
+    assert [group.worker_type for group in made.served_models[0].groups] == ["prefill", "decode"]
+    assert made.rollout_num_gpus == 8
+    # The judge's engines answer nobody who needs nuclei or experts.
+    settings(tmp_path, [POLICY, JUDGE | {"server_groups": PAIR}], rollout_top_k=50, use_rollout_routing_replay=True)
+
+
+@pytest.mark.parametrize(
+    "values, flag",
+    [
+        ({"rollout_top_p": 0.9, "rollout_top_k": 50}, "--rollout-top-k"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
+        ({"offload_rollout": True}, "--offload-rollout"),
+        ({"deterministic": True}, "--deterministic"),
+    ],
+)
+def test_pairs_refuse_what_they_cannot_tell(tmp_path: Path, values: dict[str, Any], flag: str) -> None:
+    match = f"{flag} and --sglang-config .*models.yaml: .*worker_type prefill cannot be used together"
+    with pytest.raises(InvalidSetting, match=match):
+        settings(tmp_path, [POLICY | {"server_groups": PAIR}], **values)
+
+
+def test_embedded_engines_are_no_pairs(tmp_path: Path) -> None:
+    pair = [{"worker_type": "prefill", "num_engines": 1}, {"worker_type": "decode", "num_engines": 1}]
+    with pytest.raises(NotAvailable, match="worker_type prefill is not supported yet: the embedded engine does all"):
+        settings(tmp_path, [{"name": "policy", "server_groups": pair}])
+
+
+def test_the_number_of_engines_that_do_prefill_is_the_short_form(tmp_path: Path) -> None:
+    made = RolloutSettings(hf_checkpoint="m", prefill_num_servers=2, rollout_num_gpus=10, rollout_num_gpus_per_engine=2)
+    (model,) = made.served_models
+    assert model.trained and model.path == "m"
+    shown = [(group.worker_type, group.num_gpus, group.num_gpus_per_engine) for group in model.groups]
+    assert shown == [("prefill", 4, 2), ("decode", 6, 2)]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({}, "--prefill-num-servers 2 requires --rollout-num-gpus N, a multiple of 1 and at least 3"),
+        ({"rollout_num_gpus": 2}, "--prefill-num-servers 2 requires --rollout-num-gpus N"),
+        ({"rollout_num_gpus": 7, "rollout_num_gpus_per_engine": 2}, "a multiple of 2 and at least 6"),
+        ({"rollout_num_gpus": 4, "colocate": True}, "--prefill-num-servers and --colocate cannot be used together"),
+        ({"rollout_num_gpus": 4, "rollout_external_engine_addrs": ["h:1"]}, "--prefill-num-servers and --rollout-ext"),
+        ({"rollout_num_gpus": 4, "rollout_engine": "embedded"}, "--rollout-engine embedded"),
+        ({"rollout_num_gpus": 4, "sglang_config": "x"}, "--prefill-num-servers and --sglang-config cannot be used"),
+        ({"rollout_num_gpus": 4, "deterministic": True}, "--deterministic and --prefill-num-servers 2: prefill"),
+    ],
+)
+def test_the_short_form_needs_gpus_of_its_own(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        RolloutSettings(hf_checkpoint="m", prefill_num_servers=2, **values)
+    assert message in caught.value.message
+
+
 def without(entry: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != key}
 
@@ -114,7 +174,11 @@ def judge_with(**group: Any) -> list[Any]:
         (judge_with(num_gpus=3, num_gpus_per_engine=2), InvalidFile, "must be a multiple of num_gpus_per_engine 2"),
         (judge_with(num_engines=1), InvalidFile, "some groups have num_gpus and others num_engines"),
         (judge_with(num_engines=1, num_gpus_per_engine=1), InvalidFile, "num_gpus_per_engine must be left out"),
-        (judge_with(num_gpus=1, worker_type="regula"), InvalidFile, "worker_type must be regular, got 'regula'"),
+        (judge_with(num_gpus=1, worker_type="regula"), InvalidFile, "worker_type must be one of regular, prefill, dec"),
+        (judge_with(num_gpus=1, worker_type="prefill"), InvalidFile,
+         "sglang[1].server_groups must be regular ones, or prefill and decode ones, got ['prefill']"),
+        ([POLICY | {"server_groups": [{"num_gpus": 1}, *PAIR]}], InvalidFile,
+         "sglang[0].server_groups must be regular ones, or prefill and decode ones"),
         (judge_with(num_gpus=1, worker_type="encoder"), NotAvailable, "worker_type encoder is not supported yet"),
         (judge_with(num_gpus=1, worker_type="placeholder"), NotAvailable, "placeholder is not supported yet"),
         (judge_with(num_gpus=1, overrides=3), InvalidFile, "server_groups[0].overrides must be a mapping"),

@@ -4,6 +4,10 @@
     python sglang_recording.py --model-path DIR --host H --port N [any flag of SGLang's server]
 
 A response is the prompt backwards, then token 1. A prompt that begins with 3 is held until it is aborted.
+
+With `--disaggregation-mode` it does its part of a pair (`disaggregation/{prefill,decode}.py`). Prefill listens at
+`--disaggregation-bootstrap-port` until a request for the room has come that is asked for, and hands the prompt over;
+decode asks there, and answers. A prompt that begins with 4 is not prefilled until it is aborted.
 """
 
 from __future__ import annotations
@@ -16,10 +20,14 @@ import sys
 import time
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 EOS = 1
 HOLD = 3
+HOLD_PREFILL = 4
+# Where no request with this room has come for so long, the handshake has failed.
+HANDSHAKE_SECONDS = 30.0
 PARTS = ("kv_cache", "weights", "cuda_graph")
 
 
@@ -35,6 +43,11 @@ class Recording:
         self.weights = "first"
         self.calls: list[str] = []
         self.last: dict[str, Any] = {}
+        self.stage = flags.get("disaggregation_mode", "")
+        # By room: what prefill hands over, and what tells it that it was taken.
+        self.rooms: dict[int, tuple[list[int], asyncio.Event]] = {}
+        self.came = asyncio.Condition()
+        self.bodies: list[dict[str, Any]] = []
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self.note])
@@ -78,7 +91,8 @@ class Recording:
         return await handler(request)
 
     async def told(self, request: web.Request) -> web.Response:
-        return web.json_response({"calls": self.calls, "last": self.last, "environ": dict(os.environ)})
+        environ = dict(os.environ)
+        return web.json_response({"calls": self.calls, "last": self.last, "environ": environ, "bodies": self.bodies})
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.serving.is_set() else 503)
@@ -131,10 +145,76 @@ class Recording:
         await self.serving.wait()
         if self.released:
             die("a forward pass over released memory")
+        if self.stage:
+            self.bodies.append(body)
+            if any(body.get(f"bootstrap_{name}") is None for name in ("host", "port", "room")):
+                # `_is_fake_transfer` is for probes alone.
+                return web.json_response({"error": {"message": "Disaggregated request received without"}}, status=400)
+            rooms = [body["bootstrap_room"] + i for i in range(count)]
+            try:
+                hand_over = self.prefill if self.stage == "prefill" else self.take
+                await asyncio.gather(*(hand_over(*each, body) for each in zip(prompts, rids, rooms, strict=True)))
+            except Aborted as error:
+                return web.json_response({"detail": f"{error} with exception: Aborted by AbortReq."}, status=500)
         outputs = await asyncio.gather(
             *(self.one(*request, body) for request in zip(prompts, params, rids, strict=True))
         )
         return web.json_response(outputs[0] if single else outputs)
+
+    async def until_aborted(self, rid: str, *others: asyncio.Future[Any]) -> None:
+        """Waits for one of the others. Raises Aborted if the request is aborted before."""
+        event = self.running.setdefault(rid, asyncio.Event())
+        aborted = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({aborted, *others}, return_when=asyncio.FIRST_COMPLETED)
+            if aborted.done():
+                raise Aborted("KVTransferError")
+        finally:
+            self.running.pop(rid, None)
+            for each in (aborted, *others):
+                each.cancel()
+
+    async def prefill(self, prompt: list[int], rid: str, room: int, body: dict[str, Any]) -> None:
+        if prompt[0] == HOLD_PREFILL:
+            await self.until_aborted(rid)
+        taken = asyncio.Event()
+        async with self.came:
+            if room in self.rooms:
+                die("two requests have the same room")
+            self.rooms[room] = prompt, taken
+            self.came.notify_all()
+        try:
+            await self.until_aborted(rid, asyncio.ensure_future(taken.wait()))
+        finally:
+            del self.rooms[room]
+
+    async def bootstrap(self, application: web.Application) -> None:
+        rooms = web.Application()
+        rooms.router.add_get("/room/{room}", self.room)
+        runner = web.AppRunner(rooms, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, self.flags["host"], int(self.flags["disaggregation_bootstrap_port"])).start()
+
+    async def room(self, request: web.Request) -> web.Response:
+        """The bootstrap server, which hands the prompt of a room over once it has come."""
+        number = int(request.match_info["room"])
+        async with self.came:
+            await asyncio.wait_for(self.came.wait_for(lambda: number in self.rooms), HANDSHAKE_SECONDS)
+            prompt, taken = self.rooms[number]
+        taken.set()
+        return web.json_response(prompt)
+
+    async def take(self, prompt: list[int], rid: str, room: int, body: dict[str, Any]) -> None:
+        async def ask() -> None:
+            url = f"http://{body['bootstrap_host']}:{body['bootstrap_port']}/room/{room}"
+            async with aiohttp.ClientSession() as session, session.get(url) as answer:
+                if await answer.json() != prompt:
+                    die("the prompt that was handed over is another")
+
+        asking = asyncio.ensure_future(ask())
+        await self.until_aborted(rid, asking)
+        if not asking.cancelled() and asking.exception() is not None:
+            raise Aborted("KVTransferError")
 
     async def one(self, prompt: list[int], params: dict[str, Any], rid: str, body: dict[str, Any]) -> dict[str, Any]:
         started = time.perf_counter()
@@ -143,7 +223,7 @@ class Recording:
         finish: dict[str, Any] = {"type": "stop", "matched": EOS}
         if len(ids) > room:
             ids, finish = ids[:room], {"type": "length", "length": room}
-        if prompt[0] == HOLD:
+        if prompt[0] == HOLD and self.stage != "prefill":
             self.running[rid] = asyncio.Event()
             try:
                 await self.running[rid].wait()
@@ -154,8 +234,12 @@ class Recording:
             "id": rid, "finish_reason": finish, "prompt_tokens": len(prompt), "weight_version": self.version,
             "num_retractions": 0,
         }  # fmt: skip
+        if self.stage == "prefill":
+            # It computes the first token, which the other one answers with, and the log-probs of the prompt.
+            ids = ids[:1]
         if body.get("return_logprob"):
-            meta["input_token_logprobs"] = []
+            scored = body.get("logprob_start_len", -1) >= 0 and self.stage != "decode"
+            meta["input_token_logprobs"] = [[-0.25, token, None] for token in prompt] if scored else []
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
             meta["output_token_logprobs_length"] = len(ids)
         if body.get("return_sampling_mask"):
@@ -272,6 +356,10 @@ class Recording:
         return web.json_response(None)
 
 
+class Aborted(Exception):
+    """A request was aborted before it was handed over."""
+
+
 def die(words: str) -> None:
     print(words, flush=True)
     os._exit(9)
@@ -296,7 +384,10 @@ def main() -> None:
         print("ValueError: this model is not supported", flush=True)
         sys.exit(1)
     recording = Recording(flags)
-    web.run_app(recording.application(), host=flags["host"], port=int(flags["port"]), print=None, access_log=None)
+    application = recording.application()
+    if recording.stage == "prefill":
+        application.on_startup.append(recording.bootstrap)
+    web.run_app(application, host=flags["host"], port=int(flags["port"]), print=None, access_log=None)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ PLANNED: dict[str, str] = {
     "the trainer has one attention, for packed rows": "attn-implementation",
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
         sglang-router-ip sglang-router-port use-distributed-post http-proxy use-slime-router""",
-    "a request goes to one engine, which does both prefill and decode": "prefill-num-servers",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
     "a secret: set WANDB_API_KEY; on a command line the key is accepted with a warning": "wandb-key",

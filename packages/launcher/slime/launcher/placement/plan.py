@@ -156,7 +156,7 @@ def plan_placement(
     trainer_nodes, engines = chosen
     if together and len(engines) > 1:
         raise NotAvailable.unavailable(
-            f"--sglang-config {rollout.sglang_config} with engines on several nodes",
+            f"{rollout.models_source} with engines on several nodes",
             f"they have {rollout_gpus} GPUs together, and the largest node has {max(usable)}",
             "fewer GPUs, or --rollout-external-engine-addrs with engines that run already",
         )  # fmt: skip

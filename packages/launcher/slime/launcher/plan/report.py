@@ -86,7 +86,7 @@ def _placement(plan: Plan) -> Iterator[str]:
             yield f"  {address}: engine that is already running"
     elif not engines and (models := plan.models_of_engines()):
         for name, number in Counter(models).items():
-            words = f"{counted(number, f'{plan.engine_name} engine')} of model {name}"
+            words = f"{counted(number, f'{plan.engine_name} engine')} of {name}"
             yield f"  {_where(plan, placement.engines[0].node, None)}: {words}"
     elif not engines:
         for share in placement.engines:

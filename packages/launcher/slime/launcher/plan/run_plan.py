@@ -20,7 +20,7 @@ from slime.launcher.plan.batches import Batches, batches, longest_sample, pass_t
 from slime.launcher.plan.engine_memory import EngineMemory, engine_memory
 from slime.launcher.plan.parameter_counts import Held, of_adapters, of_directory, of_stages
 from slime.launcher.plan.trainer_memory import CONTEXT_BYTES, GIB, RankMemory, trainer_memory
-from slime.rollout.engines.kind import EngineKind
+from slime.rollout.engines.kind import REGULAR, EngineKind
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.settings.served_models import group_settings
@@ -149,7 +149,7 @@ class Plan:
         return self.engine.divide(range(share.gpus), share.embedded, per_engine)
 
     def _gpus_of_models(self, share: EngineShare) -> list[tuple[str, list[list[int]]]]:
-        """Returns (model, GPUs of each engine) for every group of --sglang-config, whose GPUs follow one another."""
+        """Returns (name, GPUs of each engine) for every group of --sglang-config, whose GPUs follow one another."""
         assert self.engine is not None
         found, taken = [], 0
         for model in self.config.rollout.served_models:
@@ -157,11 +157,13 @@ class Plan:
                 gpus = range(taken, taken + group.num_gpus) if group.num_gpus is not None else range(share.gpus)
                 taken += group.num_gpus or 0
                 engines = self.engine.divide(gpus, group.num_engines or 1, group.num_gpus_per_engine)
-                found.append((model.name, engines))
+                stage = "" if group.worker_type == REGULAR else f", {group.worker_type}"
+                found.append((f"model {model.name}{stage}", engines))
         return found
 
     def models_of_engines(self) -> list[str]:
-        """Returns the model of each engine in the order of their numbers; empty in a run with one model."""
+        """Returns the model, and the part of a request that it does, of each engine in the order of their numbers;
+        empty where all engines are alike."""
         if not self.config.rollout.served_models or self.engine is None:
             return []
         return [name for name, engines in self._gpus_of_models(self.placement.engines[0]) for _ in engines]
@@ -175,7 +177,7 @@ class Plan:
             for gpus in self._gpus_of_engines(share):
                 for rank, gpu in enumerate(gpus, share.part * share.gpus):
                     part = f" (tp {rank})" if len(gpus) > 1 or share.nodes > 1 else ""
-                    of_model = f", model {models[number]}" if models else ""
+                    of_model = f", {models[number]}" if models else ""
                     name = f"{self.engine_name}-{number}{part}{of_model}"
                     names.setdefault((share.node, first + gpu), []).append(name)
                 number += share.part == share.nodes - 1
@@ -235,7 +237,8 @@ class Plan:
             parameters = of_directory(model.path, whole)
             for group in model.groups:
                 memory = self._memory_of(group_settings(rollout, model, group), config, parameters)
-                found.append((f"{self.engine_name}, model {model.name}", len(next(numbers)[1]), memory))
+                name, engines = next(numbers)
+                found.append((f"{self.engine_name}, {name}", len(engines), memory))
         return found
 
     def phases(self) -> dict[str, tuple[float, float]]:

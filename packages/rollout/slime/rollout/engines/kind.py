@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from slime.rollout.settings.rollout import RolloutSettings
 
 T = TypeVar("T")
+# The worker types of engines, as in the file of --sglang-config.
+REGULAR, PREFILL, DECODE = "regular", "prefill", "decode"
 Starts: TypeAlias = "list[Callable[[], EngineProcess]]"
 
 
@@ -31,7 +33,8 @@ class Abilities:
     seeded: sampling follows `sampling_seed`. memory_saver: its GPU memory can be released. keeps_weights: releasing
     does not lose the weights. returns_experts: answers can hold the experts of each token. increments: a
     stream holds each token only once, at least if the request asks for it. tp_size: the number of its tensor-parallel
-    ranks.
+    ranks. stage: PREFILL or DECODE where it does only that part of each request, and another engine the other; "" where
+    it does both. bootstrap_port: where engines that decode reach one that does prefill.
     """
 
     seeded: bool | None = None
@@ -40,6 +43,8 @@ class Abilities:
     returns_experts: bool | None = None
     increments: bool | None = None
     tp_size: int = 1
+    stage: str = ""
+    bootstrap_port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class EngineKind(abc.ABC):
     holds_fp8: whether it holds FP8 weights of a checkpoint as they are, and takes updates of them.
     needs_gpu: whether it runs on GPUs only; the number of other engines is `--rollout-num-engines`.
     spans_nodes: whether one engine can span several nodes.
+    worker_types: the parts of a request that its engines can be started for.
     server_flags: names of the `--sglang-NAME` flags that it reads, with underscores; None: all.
     invariant_kernels: the flags `--sglang-NAME` with which the trainer can compute, on one GPU, what it computes, bit
     for bit; empty: none.
@@ -104,6 +110,7 @@ class EngineKind(abc.ABC):
     holds_fp8: ClassVar[bool] = False
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False
+    worker_types: ClassVar[tuple[str, ...]] = (REGULAR,)
     server_flags: ClassVar[frozenset[str] | None] = frozenset()
     invariant_kernels: ClassVar[Mapping[str, Any]] = {}
     own_settings: ClassVar[Mapping[str, str]] = {}
@@ -144,11 +151,12 @@ class EngineKind(abc.ABC):
         first: int = 0,
         node: EngineNode | None = None,
         others: int = 0,
+        worker_type: str = REGULAR,
     ) -> Starts:
         """Returns one function per engine that starts it on its part of `gpus`.
 
         first: the number in the name of the first engine. node: the part of one engine that `gpus` are for, if it spans
-        nodes. others: further engines that share `gpus`, or the CPU, with these.
+        nodes. others: further engines that share `gpus`, or the CPU, with these. worker_type: one of `worker_types`.
         """
 
     @abc.abstractmethod

@@ -44,6 +44,10 @@ class ExternalEngines:
                 kinds = {other.kind.name for other in self.fleet.members}
                 if member.kind.name not in kinds:
                     raise InvalidField("url", f"{url}, {member.kind.title}", f"an engine like the others: {min(kinds)}")
+                stages = {other.stage for other in self.fleet.members}
+                if member.stage not in stages:
+                    part = member.stage or "prefill and decode"
+                    raise InvalidField("url", f"{url}, which does {part}", "an engine like the others")
                 self._check(member)
                 await self._weights.join(member)
             except BaseException:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RunningEngine
+from slime.rollout.engines.kind import DECODE
+from slime.rollout.engines.pairs import Pair
 from slime.rollout.engines.streams import StreamedAnswers
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
@@ -25,12 +29,15 @@ from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counte
 if TYPE_CHECKING:
     from slime.rollout.fleet.router_address import RouterAddress
 
+log = logging.getLogger(__name__)
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
 # The finish reasons of requests that continue from the tokens that they have: those that a weight update ended, and
 # those whose engine was lost.
 INTERRUPTED, LOST = GOES_ON = ("interrupted", "lost")
 INTERRUPT_AGAIN_SECONDS = 1.0
+# Attempts of pairs of engines that live to hand a request over.
+HANDOVERS = 3
 
 
 class Fleet(WatchedEngines):
@@ -40,6 +47,7 @@ class Fleet(WatchedEngines):
         super().__init__(engines, loop, options)
         # The engine of each request in flight, by request id.
         self._sent: dict[str, Member] = {}
+        self._pairs: set[PairInFlight] = set()
         self._interrupting = False
         # Members whose requests are being moved to other engines.
         self._leaving: set[Member] = set()
@@ -104,40 +112,21 @@ class Fleet(WatchedEngines):
                 "this run has no engine to generate with (--debug-train-only)", field="--debug-train-only",
                 expected="a rollout function that needs none",
             )  # fmt: skip
-        headers = {"X-SMG-Routing-Key": session_id} if session_id else None
-        keys = rids or ()
-        extra: dict[str, Any] = {"image_data": images} if any(images or ()) else {}
+        fields: dict[str, Any] = {"rid": rids, "return_logprob": True}
+        if session_id:
+            fields["headers"] = {"X-SMG-Routing-Key": session_id}
+        if any(images or ()):
+            fields["image_data"] = images
         if self.options.routed_experts:
-            extra["return_routed_experts"] = True
+            fields["return_routed_experts"] = True
+        request = _Request(input_ids, sampling_params, rids or (), fields, on_output)
         outputs: Any = None
-        answered = False
         try:
-            while not answered:
-                async with self.admit(len(input_ids), session_id, member, keys) as chosen:
-                    engine, limit = chosen.engine, chosen.limit
-                    began = 0 if limit is None else limit.began(_most_tokens(input_ids, sampling_params))
-                    nuclei = self._nuclei(chosen, sampling_params)
-                    streamed, params, streaming = self._stream(chosen, sampling_params, on_output)
-                    try:
-                        call = chosen.client.generate(
-                            input_ids, params, rid=rids, return_logprob=True, headers=headers, streamed=streamed,
-                            **extra, **nuclei, **streaming,
-                        )  # fmt: skip
-                        outputs = await chosen.until_left(call)
-                        answered = True
-                    except EngineError as error:
-                        # Returns only where the engine is lost.
-                        await self.explain(chosen, engine, error)
-                        if streamed is not None and streamed.begun:
-                            return streamed.kept(keys, LOST)
-                    if limit is not None:
-                        limit.answered(len(input_ids), _retracted(outputs), began)
-                    if self._interrupting:
-                        _mark_aborted(outputs, INTERRUPTED)
-                    elif chosen in self._leaving:
-                        _mark_aborted(outputs, LOST)
+            while outputs is None:
+                async with self.admit(len(input_ids), session_id, member, request.rids) as chosen:
+                    outputs = await self._ask(chosen, request)
         except Withdrawn:
-            return [never_sent(rid) for rid in keys or [""] * len(input_ids)]
+            return request.never_sent()
         if not isinstance(outputs, list) or len(outputs) != len(input_ids):
             count = len(outputs) if isinstance(outputs, list) else 1
             raise EngineError(
@@ -146,6 +135,79 @@ class Fleet(WatchedEngines):
                 value=count,
             )
         return outputs
+
+    async def _ask(self, chosen: Member, request: _Request) -> Any:
+        """Sends a request to the member that has admitted it, and to a helper where it needs one. Returns the answers;
+        None where an engine was lost before it had answered, so that the request is to be admitted again."""
+        if chosen.stage == DECODE and not self.router.has_helper:
+            return None
+        ids, engine, limit = request.input_ids, chosen.engine, chosen.limit
+        began = 0 if limit is None else limit.began(_most_tokens(ids, request.sampling_params))
+        streamed, params, streaming = self._stream(chosen, request.sampling_params, request.on_output)
+        with self.paired(chosen, len(ids), request.rids) as pair:
+            fields = {
+                **request.fields,
+                **self._nuclei(chosen, request.sampling_params),
+                **(pair.fields if pair else {}),
+            }
+            call = chosen.client.generate(ids, params, streamed=streamed, **fields, **streaming)
+            try:
+                if pair is not None:
+                    first = pair.prefill.generate(ids, request.sampling_params, **fields)
+                    _, outputs = await pair.answers(pair.until_left(first), chosen.until_left(call))
+                else:
+                    outputs = await chosen.until_left(call)
+            except EngineError as error:
+                if pair is not None and pair.aborted:
+                    outputs = request.never_sent()
+                else:
+                    await self._explain_request(pair, chosen, engine, error, request)
+                    return streamed.kept(request.rids, LOST) if streamed is not None and streamed.begun else None
+            if limit is not None:
+                limit.answered(len(ids), _retracted(outputs), began)
+            if self._interrupting:
+                _mark_aborted(outputs, INTERRUPTED)
+            elif chosen in self._leaving or (pair is not None and pair.helper in self._leaving):
+                _mark_aborted(outputs, LOST)
+            return outputs
+
+    async def _explain_request(
+        self, pair: PairInFlight | None, chosen: Member, engine: RunningEngine, error: EngineError, request: _Request
+    ) -> None:
+        """Does what `explain` does, for the engine that is to blame. Where a pair has failed to hand a request over and
+        no engine is lost, returns a few times before it raises."""
+        if pair is None:
+            await self.explain(chosen, engine, error)
+            return
+        try:
+            await self.explain_pair(pair, chosen, engine, error)
+        except EngineError:
+            request.failures += 1
+            if self.error is not None or request.failures >= HANDOVERS:
+                raise
+            log.warning("a request was not handed over, and is sent again: %s", error.message)
+
+    async def explain_pair(self, pair: PairInFlight, member: Member, engine: RunningEngine, error: SlimeError) -> None:
+        """Does what `explain` does, for the engine of a pair that is to blame."""
+        if pair.helper_failed:
+            await self.explain(pair.helper, pair.engine, error)
+        else:
+            await self.explain(member, engine, error)
+
+    @contextlib.contextmanager
+    def paired(self, member: Member, samples: int, rids: Sequence[str]) -> Iterator[PairInFlight | None]:
+        """Yields the pair for a request that `member` has admitted; None where it does all of the request itself. Where
+        it does not, the router must have a helper."""
+        if member.stage != DECODE:
+            yield None
+            return
+        pair = PairInFlight(self.router.take_helper(samples), member, rids)
+        self._pairs.add(pair)
+        try:
+            yield pair
+        finally:
+            self._pairs.discard(pair)
+            self.router.give_back(pair.helper, samples)
 
     def _nuclei(self, member: Member, sampling_params: list[dict[str, Any]]) -> Mapping[str, Any]:
         """Returns the fields of a request that ask for nuclei."""
@@ -174,11 +236,20 @@ class Fleet(WatchedEngines):
 
     async def _abort(self, rids: Sequence[str] | None) -> None:
         self.router.withdraw(rids)
+        helped = self._abort_pairs(rids)
         if rids is None:
             await self.each(lambda member: member.client.abort())
             return
-        sent = {(self._sent[rid], rid) for rid in rids if rid in self._sent}
+        sent = {(self._sent[rid], rid) for rid in rids if rid in self._sent} | helped
         await asyncio.gather(*(self.call(member, partial(_abort_request, rid)) for member, rid in sent))
+
+    def _abort_pairs(self, rids: Sequence[str] | None) -> set[tuple[Member, str]]:
+        """Notes an abort of these requests, or of all, at their pairs. Returns (helper, id) of each request."""
+        wanted = None if rids is None else frozenset(rids)
+        found = {pair for pair in self._pairs if wanted is None or wanted & set(pair.rids)}
+        for pair in found:
+            pair.aborted = True
+        return {(pair.helper, rid) for pair in found for rid in pair.rids if wanted is None or rid in wanted}
 
     async def interrupt(self, timeout: float) -> None:
         """Ends all requests in flight; their answers hold the tokens so far and the finish reason `INTERRUPTED`.
@@ -191,6 +262,7 @@ class Fleet(WatchedEngines):
         try:
             while self.router.in_flight:
                 # Repeated, because an abort that overtakes its request finds nothing to end.
+                self._abort_pairs(None)
                 await self.each(lambda member: member.client.abort())
                 left = deadline - time.monotonic()
                 if left <= INTERRUPT_AGAIN_SECONDS:
@@ -210,7 +282,9 @@ class Fleet(WatchedEngines):
             while self.router.load_of(member) and not member.left and (left := deadline - time.monotonic()) > 0:
                 # By their ids, because the engine may serve others too; repeated, because an abort that overtakes its
                 # request finds nothing to end.
-                mine = [rid for rid, sent in self._sent.items() if sent is member]
+                mine = {rid for rid, sent in self._sent.items() if sent is member}
+                mine |= {rid for pair in self._pairs for rid in pair.rids if pair.helper is member}
+                self._abort_pairs(list(mine))
                 with contextlib.suppress(SlimeError):
                     await asyncio.wait_for(asyncio.gather(*(_abort_request(rid, member) for rid in mine)), left)
                 again = time.monotonic() + min(left, INTERRUPT_AGAIN_SECONDS)
@@ -220,6 +294,32 @@ class Fleet(WatchedEngines):
             return
         finally:
             self._leaving.discard(member)
+
+
+class PairInFlight(Pair):
+    """A request at a pair of members. helper: the one that does prefill; engine: its engine when the request began."""
+
+    def __init__(self, helper: Member, member: Member, rids: Sequence[str]) -> None:
+        super().__init__(helper.client, helper.abilities.bootstrap_port, member.client, rids)
+        self.helper, self.engine = helper, helper.engine
+        self.until_left = helper.until_left
+
+
+@dataclass
+class _Request:
+    """One request of several sequences. fields: those of its body besides. failures: how often a pair of engines that
+    live has failed to hand it over."""
+
+    input_ids: list[list[int]]
+    sampling_params: list[dict[str, Any]]
+    rids: Sequence[str]
+    fields: Mapping[str, Any]
+    on_output: OnOutput | None
+    failures: int = 0
+
+    def never_sent(self) -> list[dict[str, Any]]:
+        """Returns the answers to a request that was aborted before an engine had begun it."""
+        return [never_sent(rid) for rid in self.rids or [""] * len(self.input_ids)]
 
 
 def _most_tokens(input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> int:

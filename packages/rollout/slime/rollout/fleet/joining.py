@@ -8,6 +8,7 @@ from collections.abc import Callable
 from slime.rollout.engines.base import RunningEngine
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.keys import remember
+from slime.rollout.engines.kind import PREFILL
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Router
 
@@ -30,6 +31,11 @@ class ChangingMembers(abc.ABC):
     def alive(self) -> list[Member]:
         """The members whose process runs, in rotation or not."""
         return [member for member in self.members if not member.out]
+
+    @property
+    def answering(self) -> list[Member]:
+        """The members that answer requests: all but those that do prefill for others."""
+        return [member for member in self.members if member.stage != PREFILL]
 
     def connect(self, engine: RunningEngine) -> Member:
         """Returns the member that an engine would become; `join` makes it one, else its client has to be closed."""
@@ -60,8 +66,9 @@ class ChangingMembers(abc.ABC):
             listener()
 
     def may_leave(self, member: Member) -> bool:
-        """Returns whether a member is from outside the run, and others are left."""
-        return member.external and any(other is not member for other in self.alive)
+        """Returns whether a member is from outside the run, and others are left that do its part of a request."""
+        others = [other for other in self.alive if other is not member and other.stage == member.stage]
+        return member.external and bool(others)
 
     def on_new_address(self, listener: Callable[[], None]) -> None:
         """Calls `listener` on the loop's thread after an engine was restarted, which may change its URL, has joined or

@@ -51,6 +51,11 @@ class Member:
         self._generating: set[asyncio.Future[Any]] = set()
 
     @property
+    def stage(self) -> str:
+        """PREFILL or DECODE for an engine of pairs, "" for one that does both."""
+        return self.abilities.stage
+
+    @property
     def external(self) -> bool:
         """True for an engine from outside the run."""
         return type(self.engine) is RemoteEngine

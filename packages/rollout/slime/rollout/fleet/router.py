@@ -1,5 +1,6 @@
 """Chooses the engine of a request: the one with the fewest samples in flight for its limit, or the one that has the
-session's cache.
+session's cache. Where some engines do prefill and others decode, a request has one of each: it is admitted at one that
+decodes, while one that does prefill is in rotation, and then takes that as its helper.
 
 Weight updates shut the router, so that no request is admitted meanwhile. Waiting requests are admitted in the order of
 their arrival. Not thread-safe: used on one asyncio loop only.
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from slime.rollout.engines.kind import DECODE, PREFILL
 from slime.types.errors import DeadlineExceeded, SlimeError, WrongState, counted
 
 
@@ -44,11 +46,18 @@ class Router(Generic[E]):
     """Admits requests to engines.
 
     concurrency: samples in flight at an engine, as one number for all or as a function of the engine; call `refill`
-    when its value grows. A larger request waits until its engine is idle.
+    when its value grows. A larger request waits until its engine is idle. stage_of: PREFILL or DECODE for an engine of
+    pairs, "" for others.
     """
 
-    def __init__(self, engines: Sequence[E], concurrency: int | Callable[[E], int]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[E],
+        concurrency: int | Callable[[E], int],
+        stage_of: Callable[[E], str] = lambda engine: "",
+    ) -> None:
         self.engines = list(engines)
+        self.stage_of = stage_of
         self.limit_of = concurrency if callable(concurrency) else _constant(concurrency)
         self._in_flight = {engine.name: 0 for engine in self.engines}
         self._sessions: OrderedDict[str, E] = OrderedDict()
@@ -73,6 +82,30 @@ class Router(Generic[E]):
     @property
     def in_rotation(self) -> list[E]:
         return [engine for engine in self.engines if engine.name not in self._out]
+
+    @property
+    def _helpers(self) -> list[E]:
+        """The engines in rotation that do prefill for others."""
+        return [engine for engine in self.in_rotation if self.stage_of(engine) == PREFILL]
+
+    def _candidates(self) -> list[E]:
+        """Returns the engines that a request may go to now: those that decode only while they have helpers."""
+        excluded = (PREFILL,) if self._helpers else (PREFILL, DECODE)
+        return [engine for engine in self.in_rotation if self.stage_of(engine) not in excluded]
+
+    @property
+    def has_helper(self) -> bool:
+        return bool(self._helpers)
+
+    def take_helper(self, samples: int) -> E:
+        """Returns the engine that does prefill for a request, whose samples are in flight there until `give_back`. Call
+        it while there is one: the last may be lost after the request was admitted."""
+        chosen = min(self._helpers, key=lambda engine: self._in_flight[engine.name])
+        self._in_flight[chosen.name] += samples
+        return chosen
+
+    def give_back(self, engine: E, samples: int) -> None:
+        self._release(engine, samples)
 
     def load_of(self, engine: E) -> int:
         """Returns the number of samples in flight at this engine."""
@@ -179,17 +212,17 @@ class Router(Generic[E]):
     def _asked_for(self, waiter: _Waiter[E]) -> E | None:
         """Returns the engine that the request may go to now; None where it has to wait for one that is out."""
         if waiter.engine is not None and waiter.engine.name not in self._out:
-            return waiter.engine
+            return waiter.engine if self.stage_of(waiter.engine) != DECODE or self._helpers else None
         if waiter.engine is not None and self._out[waiter.engine.name]:
             return None
-        return self.choose(waiter.session_id) if self.in_rotation else None
+        return self.choose(waiter.session_id) if self._candidates() else None
 
     def choose(self, session_id: str | None = None) -> E:
         bound = None if session_id is None else self._sessions.get(session_id)
         if session_id is not None and bound is not None and bound.name not in self._out:
             self._sessions.move_to_end(session_id)
             return bound
-        chosen = min(self.in_rotation, key=lambda engine: self._in_flight[engine.name] / self.limit_of(engine))
+        chosen = min(self._candidates(), key=lambda engine: self._in_flight[engine.name] / self.limit_of(engine))
         if session_id is not None:
             self._sessions[session_id] = chosen
             if len(self._sessions) > SESSIONS_KEPT:

@@ -12,6 +12,7 @@ before it has answered. What changes an engine is not let through.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +24,10 @@ from slime.rollout.chat.front import status_of
 from slime.rollout.doors import Access, Bodies, Connections, listen
 from slime.rollout.doors.bodies import parse_json, too_deep
 from slime.rollout.engines.keys import new_key, remember
+from slime.rollout.engines.kind import DECODE
+from slime.rollout.engines.pairs import with_prompt_log_probs
 from slime.rollout.engines.process import ANY_ADDRESS
-from slime.rollout.fleet.fleet import Fleet, never_sent
+from slime.rollout.fleet.fleet import Fleet, PairInFlight, never_sent
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.types.addresses import join_address
@@ -110,15 +113,24 @@ class RouterAddress:
         try:
             while True:
                 async with self._fleet.admit(_samples(body), request.headers.get(SESSION), None, keys) as chosen:
+                    if chosen.stage == DECODE and not self._fleet.router.has_helper:
+                        continue
                     engine = chosen.engine
-                    try:
-                        return await chosen.until_left(answer.take(chosen))
-                    except EngineError as error:
-                        if answer.begun:
-                            log.warning("a streamed answer is cut off: %s", error)
-                            return answer.cut_off()
-                        # Returns only where the engine is lost.
-                        await self._fleet.explain(chosen, engine, error)
+                    with self._fleet.paired(chosen, _samples(body), keys) as pair:
+                        try:
+                            taking = answer.take(chosen) if pair is None else answer.take_from_pair(chosen, pair, body)
+                            return await chosen.until_left(taking)
+                        except EngineError as error:
+                            if answer.begun:
+                                log.warning("a streamed answer is cut off: %s", error)
+                                return answer.cut_off()
+                            if pair is not None and pair.aborted:
+                                raise Withdrawn from error
+                            # Returns only where the engine is lost.
+                            if pair is not None:
+                                await self._fleet.explain_pair(pair, chosen, engine, error)
+                            else:
+                                await self._fleet.explain(chosen, engine, error)
         except Withdrawn:
             outputs = [never_sent(rid) for rid in keys or [""]]
             return web.json_response(outputs if isinstance(body.get("rid"), list) else outputs[0])
@@ -158,15 +170,33 @@ class _Answer:
     def begun(self) -> bool:
         return self._response is not None
 
-    async def take(self, member: Member) -> web.StreamResponse:
-        """Raises EngineError where the engine fails (5xx) or is gone, DeadlineExceeded; refusals are handed on."""
-        headers = {"Content-Type": "application/json"} if self._body else {}
+    async def take(self, member: Member, body: bytes | None = None) -> web.StreamResponse:
+        """Raises EngineError where the engine fails (5xx) or is gone, DeadlineExceeded; refusals are handed on.
+
+        body: in place of that of the request.
+        """
+        body = self._body if body is None else body
+        headers = {"Content-Type": "application/json"} if body else {}
         if session := self._request.headers.get(SESSION):
             headers[SESSION] = session
         return await member.client.relay(
             self._request.method, self._request.path_qs, self._hand_on, lambda: not self.begun,
-            timeout_seconds=self._timeout, data=self._body, headers=headers,
+            timeout_seconds=self._timeout, data=body, headers=headers,
         )  # fmt: skip
+
+    async def take_from_pair(self, member: Member, pair: PairInFlight, body: Mapping[str, Any]) -> web.StreamResponse:
+        """Does what `take` does, with another engine that does prefill for `member`. Raises InvalidField for what that
+        one refuses. A streamed answer lacks the log-probs of the prompt, which only the other engine has."""
+        fields = {**body, **pair.fields}
+        prefill = pair.prefill.post(
+            self._request.path_qs, fields | {"stream": False}, timeout_seconds=self._timeout, repeatable=True
+        )
+        taken = self.take(member, json.dumps(fields).encode())
+        first, response = await pair.answers(pair.until_left(prefill), taken)
+        if isinstance(response, web.Response) and response.status == 200 and self._request.path == "/generate":
+            whole = with_prompt_log_probs(parse_json(response.body), first)  # type: ignore[arg-type]
+            return web.json_response(whole)
+        return response
 
     async def _hand_on(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}

@@ -21,6 +21,7 @@ from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import HostedEngine, RunningEngine
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.keys import remember
+from slime.rollout.engines.kind import PREFILL
 from slime.rollout.engines.process import EngineProcess, stop_all
 from slime.rollout.fleet.concurrency import ConcurrencyLimit
 from slime.rollout.fleet.joining import ChangingMembers
@@ -72,7 +73,7 @@ class WatchedEngines(ChangingMembers):
         for engine in engines:
             # Plug-ins may call the engines directly, and then need their keys.
             remember(engine.url, engine.api_key)
-        self.router: Router[Member] = Router(self.members, self._limit_of)
+        self.router: Router[Member] = Router(self.members, self._limit_of, lambda member: member.stage)
         self.error: EngineError | None = None
         self._failed: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[EngineError], None]] = []
@@ -95,7 +96,7 @@ class WatchedEngines(ChangingMembers):
     @property
     def capacity(self) -> int:
         """The number of samples that may be in flight at all engines together, as the limits are now."""
-        return sum(map(self._limit_of, self.members))
+        return sum(map(self._limit_of, self.answering))
 
     @property
     def concurrency_metrics(self) -> dict[str, float]:
@@ -155,7 +156,7 @@ class WatchedEngines(ChangingMembers):
 
     def _tune(self, member: Member) -> None:
         """Gives a member a limit that follows its load, where that is asked for."""
-        if self.options.tunes_concurrency:
+        if self.options.tunes_concurrency and member.stage != PREFILL:
             member.limit = ConcurrencyLimit(self.options.concurrency)
             self._watchers.append(asyncio.create_task(follow_load(member, self.router)))
 

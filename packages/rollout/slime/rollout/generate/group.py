@@ -108,7 +108,7 @@ async def generate_batch(
     requests = [request for request in optional if request is not None]
     if not requests:
         return
-    members = state.fleet.members
+    members = state.fleet.answering
     if len(members) == 1 or not state.args.deterministic:
         await send(state, requests)
         return

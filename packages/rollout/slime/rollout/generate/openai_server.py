@@ -30,7 +30,7 @@ ATTEMPTS = 8
 ENGINE_SETTINGS = (
     "deterministic", "custom_generate_function_path", "custom_agent_path", "rollout_external_engine_addrs",
     "rollout_engine_api_key_file", "rollout_engine", "rollout_num_engines", "rollout_num_gpus",
-    "rollout_num_gpus_per_engine", "sglang_args", "sglang_config",
+    "rollout_num_gpus_per_engine", "sglang_args", "sglang_config", "prefill_num_servers",
 )  # fmt: skip
 LOST = (
     f"{FLAG}: the answers are text. Their tokens are what the tokenizer of --hf-checkpoint makes of it, and they have "

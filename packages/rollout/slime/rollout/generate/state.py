@@ -110,7 +110,7 @@ class RolloutState(SubmittedGroups):
         """The semaphore of the running loop: a plug-in may have a loop of its own."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            engines = max(1, len(self.fleet.members))
+            engines = max(1, len(self.fleet.answering))
             self._semaphores[loop] = asyncio.Semaphore(self.args.sglang_server_concurrency * engines)
         return self._semaphores[loop]
 

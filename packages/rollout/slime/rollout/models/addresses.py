@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.rollout.settings.served_models import DEFAULT_MODEL, MODEL_SCHEME
+from slime.rollout.settings.model_file import DEFAULT_MODEL
+from slime.rollout.settings.served_models import MODEL_SCHEME
 from slime.types.addresses import join_address
 from slime.types.errors import NotFound
 

@@ -10,7 +10,7 @@ from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 from slime.rollout.engines.process import EngineProcess, start_all
 from slime.rollout.engines.registry import choose_engine
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.rollout.settings.served_models import FLAG, group_settings
+from slime.rollout.settings.served_models import check_group, group_settings
 from slime.types.errors import InvalidSetting
 
 log = logging.getLogger(__name__)
@@ -41,18 +41,21 @@ def starts_of_models(settings: RolloutSettings, gpus: Sequence[str]) -> Mapping[
     taken = number = 0
     for model in settings.served_models:
         for group in model.groups:
+            check_group(kind, settings, group)
             share = gpus
             if group.num_gpus is not None:
                 share = gpus[taken : taken + group.num_gpus]
                 taken += group.num_gpus
                 if taken > len(gpus):
                     raise InvalidSetting.must_be(
-                        f"{FLAG} {settings.sglang_config}: {group.place}.num_gpus",
+                        f"{settings.models_source}: {group.place}.num_gpus",
                         f"at most {len(share)}", got=group.num_gpus,
                         reason=f"the visible GPUs are {VISIBLE}={','.join(gpus)}",
                     )  # fmt: skip
             others = 0 if group.num_engines is None else settings.rollout_num_engines - group.num_engines
-            of_group = kind.starts(group_settings(settings, model, group), share, number, others=others)
+            of_group = kind.starts(
+                group_settings(settings, model, group), share, number, others=others, worker_type=group.worker_type
+            )
             starts[model.name] += of_group
             number += len(of_group)
     return starts

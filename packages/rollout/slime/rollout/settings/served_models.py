@@ -1,78 +1,27 @@
-"""Models that the engines of a run serve, read from `--sglang-config FILE.yaml`.
-
-    sglang:
-      - name: policy
-        server_groups:
-          - {num_gpus: 4, num_gpus_per_engine: 2}
-      - name: judge
-        model_path: /models/judge
-        server_groups:
-          - {num_gpus: 1, overrides: {mem_fraction_static: 0.8}}
-
-One model is the trainer's, and receives its weights; the others keep theirs. Each has its own engines, in one or more
-groups. `num_gpus` is that of a whole group; embedded engines are counted by `num_engines` in its place.
-"""
+"""The flags that give a run several models, or engines that are not all alike, and the settings of their engines."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
-from slime.rollout.engines.registry import KINDS, counted_by_engines, needs_gpu
-from slime.types.config_files import read_config
-from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvailable
+from slime.rollout.engines.kind import DECODE, PREFILL, REGULAR, EngineKind
+from slime.rollout.engines.registry import KINDS, counted_by_engines
+from slime.rollout.settings.model_file import DEFAULT_MODEL, FLAG, ConfiguredModel, EngineGroup, read_models
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable
+from slime.types.setting_values import flag_name
 from slime.types.settings import setting
 
 if TYPE_CHECKING:
     from slime.rollout.settings.rollout import RolloutSettings
 
-FLAG = "--sglang-config"
-MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups")
-GROUP_KEYS = ("worker_type", "num_gpus", "num_engines", "num_gpus_per_engine", "overrides")
-# The older name of server_groups.
-GROUPS_ALIAS = "engine_groups"
-# The name by which plug-ins find the engines of the trained model, whatever its name in the file.
-DEFAULT_MODEL = "default"
+PREFILL_FLAG = "--prefill-num-servers"
 # `--rm-url model://judge/generate` names a model of the run in place of a host.
 MODEL_SCHEME = "model"
-REGULAR = "regular"
-REFUSED_TYPES = {
-    "prefill": "a request goes to one engine, which does both prefill and decode",
-    "decode": "a request goes to one engine, which does both prefill and decode",
-    "encoder": "each engine encodes the images of its own requests",
-    "placeholder": "the GPUs that a run does not use stay free without being named",
-}
-
-
-@dataclass(frozen=True)
-class EngineGroup:
-    """Engines of one model that are alike.
-
-    place: where the file has it, for errors. num_gpus: GPUs of all its engines together; None for engines that are
-    counted by num_engines. overrides: flags of SGLang's server by name, over those of the command line.
-    """
-
-    place: str
-    num_gpus: int | None
-    num_engines: int | None
-    num_gpus_per_engine: int
-    overrides: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ConfiguredModel:
-    """A model with engines of its own. trained: whether they receive the trainer's weights."""
-
-    name: str
-    path: str
-    trained: bool
-    groups: tuple[EngineGroup, ...]
 
 
 @dataclass(kw_only=True)
@@ -86,6 +35,13 @@ class ModelSettings:
         metavar="FILE",
     )
 
+    prefill_num_servers: int | None = setting(
+        None,
+        "Number of SGLang engines that only do prefill, each with --rollout-num-gpus-per-engine GPUs; those on the "
+        "rest of --rollout-num-gpus decode",
+        minimum=1,
+    )
+
     # Settings of a group of engines whose model keeps its own weights.
     FROZEN: ClassVar[Mapping[str, Any]] = {
         "offload_rollout": False, "use_rollout_routing_replay": False, "update_weight_mode": "full",
@@ -94,11 +50,22 @@ class ModelSettings:
 
     @cached_property
     def served_models(self) -> tuple[ConfiguredModel, ...]:
-        """The models of --sglang-config, in their order; empty without it, when engines serve the trained one."""
+        """The models of --sglang-config, in their order; empty where all engines are alike and of the trained one."""
+        settings = cast("RolloutSettings", self)
+        if self.prefill_num_servers is not None:
+            return (_in_pairs(settings, self.prefill_num_servers),)
         if self.sglang_config is None:
             return ()
-        settings = cast("RolloutSettings", self)
         return read_models(self.sglang_config, settings.hf_checkpoint, settings.rollout_num_gpus_per_engine)
+
+    @property
+    def models_source(self) -> str:
+        """The flag from which `served_models` come, with its value."""
+        return (
+            f"{PREFILL_FLAG} {self.prefill_num_servers}"
+            if self.sglang_config is None
+            else f"{FLAG} {self.sglang_config}"
+        )
 
     def check_models(self) -> None:
         """Sets the numbers of GPUs and engines to the sums of --sglang-config, and checks each group's settings.
@@ -108,7 +75,10 @@ class ModelSettings:
         """
         settings = cast("RolloutSettings", self)
         self._check_reward_url(settings.rm_url)
-        if self.sglang_config is None:
+        if self.sglang_config is not None and self.prefill_num_servers is not None:
+            raise InvalidSetting.conflict(PREFILL_FLAG, FLAG, "worker_type in the file says what engines do")
+        source = self.models_source
+        if self.sglang_config is None and self.prefill_num_servers is None:
             gpus, each = settings.rollout_num_gpus, settings.rollout_num_gpus_per_engine
             if gpus is not None and gpus % each:
                 raise InvalidSetting.must_be(
@@ -116,29 +86,30 @@ class ModelSettings:
                 )
             return
         if settings.rollout_external_engine_addrs:
+            flag = source.split()[0]
             raise InvalidSetting.conflict(
-                FLAG, "--rollout-external-engine-addrs", "the run starts the engines of the file itself"
+                flag, "--rollout-external-engine-addrs", "the run starts these engines itself"
             )
         if settings.colocate:
-            raise InvalidSetting.conflict(FLAG, "--colocate", "the file gives engines GPUs of their own")
+            raise InvalidSetting.conflict(source.split()[0], "--colocate", "these engines have GPUs of their own")
         groups = [group for model in self.served_models for group in model.groups]
-        engine = settings.rollout_engine
+        if groups[0].num_gpus is None and settings.rollout_engine == "auto":
+            settings.rollout_engine = next(name for name in KINDS if counted_by_engines(name))
+        if settings.rollout_engine in KINDS:
+            for group in groups:
+                check_group(KINDS[settings.rollout_engine], settings, group)
         if groups[0].num_gpus is None:
-            if needs_gpu(engine):
-                raise _needs(self.sglang_config, groups[0], "num_gpus", engine)
-            if engine == "auto":
-                settings.rollout_engine = next(name for name in KINDS if counted_by_engines(name))
             _sum_up(settings, "rollout_num_engines", 1, sum(group.num_engines or 0 for group in groups))
         else:
-            if counted_by_engines(engine):
-                raise _needs(self.sglang_config, groups[0], "num_engines", engine)
             _sum_up(settings, "rollout_num_gpus", None, sum(group.num_gpus or 0 for group in groups))
         for model in self.served_models:
             for group in model.groups:
                 try:
-                    group_settings(settings, model, group)
+                    of_group = group_settings(settings, model, group)
                 except ConfigError as error:
-                    raise error.at(f"{FLAG} {self.sglang_config}: {group.place}") from None
+                    raise error.at(f"{source}: {group.place}") from None
+                if group.worker_type != REGULAR:
+                    refuse_in_pairs(of_group, f"{source}: {group.place}.worker_type {group.worker_type}")
 
     def _check_reward_url(self, rm_url: str | None) -> None:
         if rm_url is None or not rm_url.startswith(f"{MODEL_SCHEME}://"):
@@ -154,16 +125,51 @@ def _sum_up(settings: RolloutSettings, name: str, default: int | None, total: in
     flag = f"--{name.replace('_', '-')}"
     if getattr(settings, name) not in (default, total):
         raise InvalidSetting.must_be(
-            flag, f"{total}, the sum over {FLAG} {settings.sglang_config}, or left out", got=getattr(settings, name)
+            flag, f"{total}, the sum over {settings.models_source}, or left out", got=getattr(settings, name)
         )
     setattr(settings, name, total)
 
 
-def _needs(path: str, group: EngineGroup, key: str, engine: str) -> ConfigError:
-    return InvalidSetting.requires(
-        f"--rollout-engine {engine}", f"{key} in {FLAG} {path}: {group.place}",
-        f"{KINDS[engine].title} is counted by {'GPUs' if key == 'num_gpus' else 'engines'}",
-    )  # fmt: skip
+def check_group(kind: EngineKind, settings: RolloutSettings, group: EngineGroup) -> None:
+    """Raises ConfigError for a group that cannot be of engines of this kind, by their number or their worker type."""
+    by_number = counted_by_engines(kind.name)
+    if by_number != (group.num_gpus is None):
+        raise InvalidSetting.requires(
+            f"--rollout-engine {kind.name}",
+            f"{'num_engines' if by_number else 'num_gpus'} in {settings.models_source}: {group.place}",
+            f"{kind.title} is counted by {'engines' if by_number else 'GPUs'}",
+        )
+    if group.worker_type not in kind.worker_types:
+        raise NotAvailable.unavailable(
+            f"{settings.models_source}: {group.place}.worker_type {group.worker_type}",
+            f"{kind.title} does all of a request itself", f"worker_type: {REGULAR}",
+        )  # fmt: skip
+
+
+def refuse_in_pairs(settings: RolloutSettings, place: str) -> None:
+    """Raises InvalidSetting for settings that engines which hand requests over do not have."""
+    for name, wanted, reason in (
+        ("rollout_top_k", settings.samples_from_nuclei, "the engine that decodes lacks the nucleus of the first token"),
+        ("use_rollout_routing_replay", settings.use_rollout_routing_replay, "it lacks the experts of the prompt"),
+        ("offload_rollout", settings.offloads, "the memory that is handed over has to stay where it is"),
+        ("deterministic", settings.deterministic, "its batches depend on when requests are handed over"),
+    ):
+        if wanted:
+            raise InvalidSetting.conflict(flag_name(name), place, reason)
+
+
+def _in_pairs(settings: RolloutSettings, prefill: int) -> ConfiguredModel:
+    """Returns the trained model on so many engines that do prefill, and others that decode."""
+    each, total = settings.rollout_num_gpus_per_engine, settings.rollout_num_gpus
+    least = (prefill + 1) * each
+    if total is None or total < least or total % each:
+        raise InvalidSetting.requires(
+            f"{PREFILL_FLAG} {prefill}", f"--rollout-num-gpus N, a multiple of {each} and at least {least}",
+            f"{each * prefill} of the GPUs do prefill, and the rest decode",
+        )  # fmt: skip
+    parts = ((PREFILL, prefill * each), (DECODE, total - prefill * each))
+    groups = tuple(EngineGroup(worker, worker, gpus, None, each, {}) for worker, gpus in parts)
+    return ConfiguredModel(DEFAULT_MODEL, settings.hf_checkpoint, True, groups)
 
 
 def group_settings(settings: RolloutSettings, model: ConfiguredModel, group: EngineGroup) -> RolloutSettings:
@@ -175,138 +181,7 @@ def group_settings(settings: RolloutSettings, model: ConfiguredModel, group: Eng
 
         args |= check(group.overrides)
     return dataclasses.replace(
-        settings, **of_model, sglang_config=None, hf_checkpoint=model.path, rollout_num_gpus=group.num_gpus,
-        rollout_num_engines=group.num_engines or 1, rollout_num_gpus_per_engine=group.num_gpus_per_engine,
-        sglang_args=args, rm_type=None, rm_url=None,
+        settings, **of_model, sglang_config=None, prefill_num_servers=None, hf_checkpoint=model.path,
+        rollout_num_gpus=group.num_gpus, rollout_num_engines=group.num_engines or 1,
+        rollout_num_gpus_per_engine=group.num_gpus_per_engine, sglang_args=args, rm_type=None, rm_url=None,
     )  # fmt: skip
-
-
-def read_models(path: str, hf_checkpoint: str, num_gpus_per_engine: int) -> tuple[ConfiguredModel, ...]:
-    """Reads the models of a file.
-
-    hf_checkpoint: the trained model. num_gpus_per_engine: GPUs of an engine for which the file names none. Raises
-    MissingFile; InvalidFile naming the key and its place; NotAvailable for a worker type without an implementation.
-    """
-    reader = _Reader(path, hf_checkpoint, num_gpus_per_engine)
-    content = read_config(path, flag=FLAG)
-    reader.refuse_unknown(content, ("sglang",), "")
-    entries = reader.list_of(content.get("sglang"), "sglang", "models")
-    models = tuple(reader.model(entry, f"sglang[{number}]") for number, entry in enumerate(entries))
-    reader.check_whole(models)
-    return models
-
-
-class _Reader:
-    """Reads one file. Every error names the file, and the place in it."""
-
-    def __init__(self, path: str, hf_checkpoint: str, num_gpus_per_engine: int) -> None:
-        self._path, self._hf_checkpoint, self._per_engine = path, hf_checkpoint, num_gpus_per_engine
-
-    def _wrong(self, place: str, expected: str, got: object, reason: str = "") -> InvalidFile:
-        return InvalidFile.must_be(f"{FLAG} {self._path}: {place}", expected, got=got, reason=reason)
-
-    def refuse_unknown(self, entry: Mapping[str, Any], known: Iterable[str], place: str) -> None:
-        for key in entry:
-            if key not in known:
-                where = f"{FLAG} {self._path}" + (f": {place}" if place else "")
-                raise InvalidFile.unknown("key", key, known, field=where)
-
-    def list_of(self, value: Any, place: str, what: str) -> list[Any]:
-        if not isinstance(value, list) or not value:
-            raise self._wrong(place, f"a list of {what}", value)
-        return value
-
-    def _mapping(self, value: Any, place: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise self._wrong(place, "a mapping", value)
-        return {str(key): each for key, each in value.items()}
-
-    def _number(self, value: Any, place: str) -> int:
-        if type(value) is not int or value < 1:
-            raise self._wrong(place, "a whole number of at least 1", value)
-        return value
-
-    def model(self, value: Any, place: str) -> ConfiguredModel:
-        entry = self._mapping(value, place)
-        if GROUPS_ALIAS in entry and "server_groups" in entry:
-            raise InvalidFile.conflict(f"{FLAG} {self._path}: {place}.{GROUPS_ALIAS}", "server_groups", "they are one")
-        groups_key = GROUPS_ALIAS if GROUPS_ALIAS in entry else "server_groups"
-        self.refuse_unknown(entry, (*MODEL_KEYS, *((GROUPS_ALIAS,) if groups_key == GROUPS_ALIAS else ())), place)
-        name = entry.get("name")
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise self._wrong(f"{place}.name", "a name of letters, digits, dots, dashes and underscores", name)
-        directory = entry.get("model_path")
-        if directory is not None and (not isinstance(directory, str) or not directory.strip()):
-            raise self._wrong(f"{place}.model_path", "the directory of a model", directory)
-        same = directory is None or os.path.realpath(directory) == os.path.realpath(self._hf_checkpoint)
-        trained = entry.get("update_weights")
-        if trained is None:
-            trained = same
-        if not isinstance(trained, bool):
-            raise self._wrong(f"{place}.update_weights", "true or false", trained)
-        if trained and not same:
-            raise self._wrong(
-                f"{place}.model_path", f"--hf-checkpoint {self._hf_checkpoint}, or left out", directory,
-                "with update_weights: true its engines receive that model's weights",
-            )  # fmt: skip
-        if name == DEFAULT_MODEL and not trained:
-            raise self._wrong(f"{place}.name", "another name", name, "plug-ins find the trained model by this one")
-        per_engine = entry.get("num_gpus_per_engine")
-        per_engine = (
-            self._per_engine if per_engine is None else self._number(per_engine, f"{place}.num_gpus_per_engine")
-        )
-        groups = self.list_of(entry.get(groups_key), f"{place}.{groups_key}", "groups of engines")
-        return ConfiguredModel(
-            name, directory or self._hf_checkpoint, trained,
-            tuple(self._group(group, f"{place}.{groups_key}[{i}]", per_engine) for i, group in enumerate(groups)),
-        )  # fmt: skip
-
-    def _group(self, value: Any, place: str, per_engine: int) -> EngineGroup:
-        entry = self._mapping(value, place)
-        self.refuse_unknown(entry, GROUP_KEYS, place)
-        worker = entry.get("worker_type", REGULAR)
-        if worker in REFUSED_TYPES:
-            raise NotAvailable.unavailable(
-                f"{FLAG} {self._path}: {place}.worker_type {worker}", REFUSED_TYPES[worker], f"worker_type: {REGULAR}"
-            )
-        if worker != REGULAR:
-            raise self._wrong(f"{place}.worker_type", REGULAR, worker)
-        if (entry.get("num_gpus") is None) == (entry.get("num_engines") is None):
-            raise self._wrong(place, "a group with num_gpus, or for embedded engines num_engines", dict(entry))
-        numbers = {
-            key: None if entry.get(key) is None else self._number(entry[key], f"{place}.{key}")
-            for key in ("num_gpus", "num_engines", "num_gpus_per_engine")
-        }
-        per_engine = numbers["num_gpus_per_engine"] or per_engine
-        if numbers["num_engines"] is not None:
-            if numbers["num_gpus_per_engine"] is not None:
-                raise self._wrong(
-                    f"{place}.num_gpus_per_engine", "left out", per_engine, "num_engines counts embedded engines"
-                )
-            per_engine = 1
-        elif (numbers["num_gpus"] or 0) % per_engine:
-            raise self._wrong(f"{place}.num_gpus", f"a multiple of num_gpus_per_engine {per_engine}", entry["num_gpus"])
-        overrides = self._mapping(entry.get("overrides") or {}, f"{place}.overrides")
-        return EngineGroup(place, numbers["num_gpus"], numbers["num_engines"], per_engine, overrides)
-
-    def check_whole(self, models: tuple[ConfiguredModel, ...]) -> None:
-        seen: set[str] = set()
-        for number, model in enumerate(models):
-            if model.name in seen:
-                raise self._wrong(f"sglang[{number}].name", "a name that no other model has", model.name)
-            seen.add(model.name)
-        trained = [model.name for model in models if model.trained]
-        if len(trained) != 1:
-            found = "no model" if not trained else "the models " + " and ".join(trained)
-            raise InvalidFile(
-                f"{FLAG} {self._path}: the weights of the trainer go to one model, and here to {found}; give that one "
-                "no model_path, or --hf-checkpoint, and the others update_weights: false",
-                field="update_weights", value=", ".join(trained), expected="one model with update_weights: true",
-            )  # fmt: skip
-        counts = {group.num_gpus is None for model in models for group in model.groups}
-        if len(counts) > 1:
-            raise InvalidFile(
-                f"{FLAG} {self._path}: some groups have num_gpus and others num_engines, but the engines of a run are "
-                "of one kind: SGLang's are counted by GPUs, embedded ones by engines",
-                field="num_engines", expected="num_gpus in each group, or num_engines in each",
-            )  # fmt: skip

@@ -208,7 +208,7 @@ def check_served_models(rollout: RolloutSettings, args: Mapping[str, Any]) -> No
     """Raises MissingFile or InvalidFile for a model of --sglang-config that is not one, and InvalidSetting for engines
     of the trained model that --true-on-policy-mode cannot have. args: every setting by its name."""
     for model in rollout.served_models:
-        place = f"--sglang-config {rollout.sglang_config}: model {model.name}"
+        place = f"{rollout.models_source}: model {model.name}"
         if not model.trained:
             check_model(place, Path(model.path), tokenizer=True)
         elif args["true_on_policy_mode"] and any(group.num_gpus_per_engine > 1 for group in model.groups):

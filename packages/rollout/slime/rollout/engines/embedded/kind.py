@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.rollout.chat.syntaxes.registry import AnswerSyntax
 from slime.rollout.children.environment import search_path
 from slime.rollout.engines.gpus import VISIBLE
-from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
+from slime.rollout.engines.kind import REGULAR, Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.types.errors import ConfigError, NotAvailable
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Embedded(EngineKind):
         first: int = 0,
         node: EngineNode | None = None,
         others: int = 0,
+        worker_type: str = REGULAR,
     ) -> Starts:
         from slime.rollout.engines.embedded.launch import start_embedded
         from slime.rollout.engines.embedded.options import EmbeddedOptions

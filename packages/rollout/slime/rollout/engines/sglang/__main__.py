@@ -2,9 +2,10 @@
 
     python -m slime.rollout.engines.sglang --announce-fd N --parent-fd M --host HOST -- COMMAND ARGUMENT ...
 
-The server is in the process group of this process, and gets `--host` and `--port`. When it has generated a token, one
-JSON line `{"port": N}` is written to `announce-fd`. SGLang does not watch its parent, so this process ends the group at
-the end of file of the pipe `parent-fd`.
+The server is in the process group of this process, and gets `--host` and `--port`, with `--bootstrap` also a port at
+which engines that decode reach one that does prefill. When it has generated a token, one JSON line `{"port": N}` is
+written to `announce-fd`. SGLang does not watch its parent, so this process ends the group at the end of file of the
+pipe `parent-fd`.
 
 SGLang reads its API key from an argument, which every user of the machine could read, or from a file of arguments. The
 key in the environment of this process is passed in such a file, which only this user can read and which is removed when
@@ -43,11 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--announce-fd", type=int, required=True)
     parser.add_argument("--parent-fd", type=int, required=True)
     parser.add_argument("--host", required=True)
+    parser.add_argument("--bootstrap", action="store_true")
     options = parser.parse_args(words[:split])
 
     api_key = take_key(None, "")
-    with reserve_port(options.host) as reserved, key_file(api_key) as more:
-        port = reserved.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserve_port(options.host)).getsockname()[1]
+        more = stack.enter_context(key_file(api_key))
+        if options.bootstrap:
+            bootstrap = stack.enter_context(reserve_port(options.host)).getsockname()[1]
+            more = [*more, "--disaggregation-bootstrap-port", str(bootstrap)]
         server = subprocess.Popen([*words[split + 1 :], *more, "--host", options.host, "--port", str(port)])
         # A signal to the process group reaches the server directly; one to this process alone is passed on.
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.rollout.children.environment import search_path
-from slime.rollout.engines.kind import Abilities, EngineKind, EngineNode, MemoryUse, Starts
+from slime.rollout.engines.kind import DECODE, PREFILL, REGULAR, Abilities, EngineKind, EngineNode, MemoryUse, Starts
 from slime.rollout.engines.sglang.installed import is_installed
 from slime.types.errors import ConfigError, EngineError, InvalidField, InvalidSetting, NotAvailable
 from slime.types.setting_values import flag_name
@@ -31,6 +31,7 @@ class SGLang(EngineKind):
     holds_fp8 = True
     needs_gpu = True
     spans_nodes = True
+    worker_types = (REGULAR, PREFILL, DECODE)
     server_flags = None
     invariant_kernels = {"enable_deterministic_inference": True, "attention_backend": "fa3"}
     own_settings = {"rollout_num_gpus_per_engine": ""}
@@ -69,6 +70,7 @@ class SGLang(EngineKind):
         first: int = 0,
         node: EngineNode | None = None,
         others: int = 0,
+        worker_type: str = REGULAR,
     ) -> Starts:
         from slime.rollout.engines.keys import new_key
         from slime.rollout.engines.sglang.launch import SGLangOptions, all_gpus, divide_gpus, start_sglang
@@ -93,6 +95,7 @@ class SGLang(EngineKind):
                     routed_experts=settings.use_rollout_routing_replay,
                     deltas=settings.update_weight_mode == "delta",
                     increments=bool(settings.rollout_stream_interval),
+                    stage="" if worker_type == REGULAR else worker_type,
                     node=node,
                     args=args | settings.sglang_args,
                 ),
@@ -111,6 +114,8 @@ class SGLang(EngineKind):
             returns_experts=server_info.get("enable_return_routed_experts"),
             increments=server_info.get("incremental_streaming_output"),
             tp_size=int(server_info.get("tp_size") or 1),
+            stage=stage if (stage := str(server_info.get("disaggregation_mode"))) in (PREFILL, DECODE) else "",
+            bootstrap_port=int(server_info.get("disaggregation_bootstrap_port") or 0) or None,
         )
 
     def memory(self, settings: RolloutSettings) -> MemoryUse:

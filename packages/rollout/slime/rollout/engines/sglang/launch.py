@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.rollout.doors import check_exposure
 from slime.rollout.engines.gpus import VISIBLE
-from slime.rollout.engines.kind import EngineNode
+from slime.rollout.engines.kind import PREFILL, EngineNode
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang import plugin
 from slime.rollout.engines.sglang.flags import check, command_line
@@ -28,8 +28,9 @@ class SGLangOptions:
 
     gpus: entries of CUDA_VISIBLE_DEVICES. memory_saver: its GPU memory can be released and resumed. routed_experts: it
     can return the experts of each token. deltas: it updates a checkpoint on its host from deltas. increments: its
-    streams hold each token only once. node: the part of an engine that spans nodes, with equally many GPUs on each.
-    args: flags of SGLang's server by name, as returned by `flags.check`. server: the command of the server.
+    streams hold each token only once. stage: prefill or decode, for an engine of a pair. node: the part of an engine
+    that spans nodes, with equally many GPUs on each. args: flags of SGLang's server by name, as returned by
+    `flags.check`. server: the command of the server.
     """
 
     model_path: str
@@ -40,6 +41,7 @@ class SGLangOptions:
     routed_experts: bool = False
     deltas: bool = False
     increments: bool = False
+    stage: str = ""
     node: EngineNode | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     server: Sequence[str] = SERVER
@@ -69,6 +71,7 @@ def start_sglang(
         lambda announce, parent: [
             *(sys.executable, "-m", "slime.rollout.engines.sglang"),
             *("--announce-fd", str(announce), "--parent-fd", str(parent), "--host", options.host),
+            *(("--bootstrap",) if options.stage == PREFILL else ()),
             *("--", *server),
         ],
         host=options.host,
@@ -90,6 +93,8 @@ def server_command(options: SGLangOptions) -> list[str]:
     ]
     if node is not None:
         flags += [f"--nnodes={nodes}", f"--node-rank={node.rank}", f"--dist-init-addr={node.address}"]
+    if options.stage:
+        flags.append(f"--disaggregation-mode={options.stage}")
     if options.memory_saver:
         flags.append("--enable-memory-saver")
     if options.routed_experts:

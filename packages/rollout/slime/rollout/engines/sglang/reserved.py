@@ -30,6 +30,8 @@ RESERVED: dict[str, str] = {
     "dist-init-addr": OWN_NODES,
     "base-gpu-id": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
     "gpu-id-step": "give CUDA_VISIBLE_DEVICES; engines take its devices in order",
+    "disaggregation-mode": "give worker_type in the file of --sglang-config, or --prefill-num-servers",
+    "disaggregation-bootstrap-port": OWN_PORTS,
     "skip-server-warmup": "an engine counts as started when it has generated a token",
     "enable-return-routed-experts": "give --use-rollout-routing-replay",
     "api-key": OWN_KEY,
