@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rollout_tiny_model import write_tiny_model
 
 from slime.rollout.fleet.engine_weights import EngineWeights
@@ -34,7 +34,7 @@ def write_config(directory: Path, **more: Any) -> RolloutSettings:
         {"name": "policy", "server_groups": [{"num_engines": 1}]},
         {"name": "judge", "model_path": str(directory / "judge"), "server_groups": [{"num_engines": 1}]},
     ]
-    config.write_text(yaml.safe_dump({"sglang": models}))
+    config.write_text(json.dumps({"sglang": models}))
     values = {"rollout_engine_threads": 1, "rollout_engine": "embedded"} | more
     return RolloutSettings(hf_checkpoint=str(directory / "policy"), sglang_config=str(config), **values)
 
@@ -164,7 +164,7 @@ def test_gpus_go_to_groups_in_their_order(directory: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(SGLang, "is_installed", lambda self: True)
     (directory / "gpus.yaml").write_text(
-        yaml.safe_dump(
+        json.dumps(
             {"sglang": [
                 {"name": "judge", "model_path": str(directory / "judge"), "server_groups": [{"num_gpus": 1}]},
                 {"name": "policy", "server_groups": [{"num_gpus": 4, "num_gpus_per_engine": 2},

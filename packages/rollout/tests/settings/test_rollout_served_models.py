@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ EMBEDDED: list[dict[str, Any]] = [
 
 def settings(tmp_path: Path, models: Any, **values: Any) -> RolloutSettings:
     path = tmp_path / "models.yaml"
-    path.write_text(yaml.safe_dump({"sglang": models}))
+    path.write_text(json.dumps({"sglang": models}))
     return RolloutSettings(hf_checkpoint="/models/policy", sglang_config=str(path), **values)
 
 
@@ -258,7 +258,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @given(models=VALUES)
 def test_any_content_is_read_or_refused_by_name(tmp_path_factory: pytest.TempPathFactory, models: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_text(yaml.safe_dump({"sglang": models}))
+    path.write_text(json.dumps({"sglang": models}, ensure_ascii=False), encoding="utf-8")
     try:
         read = read_models(str(path), "/models/policy", 1)
     except ConfigError as error:
