@@ -20,8 +20,10 @@ from slime.rollout.generate.state import RolloutState
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.models import model_url
 from slime.rollout.models.addresses import reward_url
+from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sglang_rollout import get_model_url
+from slime.types import Sample
 from slime.types.errors import EngineError, InvalidSetting, MissingFile, NotFound
 from slime.utils.http_utils import post
 
@@ -93,6 +95,17 @@ def test_each_model_answers_at_an_address_of_its_own(state: RolloutState) -> Non
     assert reward_url(args) == "http://elsewhere/v1/score"
     with pytest.raises(NotFound, match="serves no model 'jugde'; it serves default, policy, judge"):
         model_url(args, "jugde")
+
+
+def test_a_teacher_may_be_a_model_of_the_run(state: RolloutState) -> None:
+    (judge,) = state.models.values()
+    args, log_probs = copy.copy(state.args), []
+    for url in ("model://judge/generate", f"{judge.members[0].url}/generate", f"{state.fleet.members[0].url}/generate"):
+        args.rm_url = url
+        sample = Sample(prompt="12", tokens=[3, 4, 5, 6], response="ab", response_length=2)
+        assert asyncio.run(reward_func(args, sample)) == 0.0
+        log_probs.append(list(sample.teacher_log_probs or ()))
+    assert len(log_probs[0]) == 2 and log_probs[0] == log_probs[1] != log_probs[2]
 
 
 def test_weight_updates_are_for_the_trained_model_alone(state: RolloutState) -> None:

@@ -47,7 +47,7 @@ class Router(Generic[E]):
 
     concurrency: samples in flight at an engine, as one number for all or as a function of the engine; call `refill`
     when its value grows. A larger request waits until its engine is idle. stage_of: PREFILL or DECODE for an engine of
-    pairs, "" for others.
+    pairs, "" for others; asked once `in_pairs` is set.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Router(Generic[E]):
     ) -> None:
         self.engines = list(engines)
         self.stage_of = stage_of
+        self.in_pairs = False
         self.limit_of = concurrency if callable(concurrency) else _constant(concurrency)
         self._in_flight = {engine.name: 0 for engine in self.engines}
         self._sessions: OrderedDict[str, E] = OrderedDict()
@@ -90,6 +91,8 @@ class Router(Generic[E]):
 
     def _candidates(self) -> list[E]:
         """Returns the engines that a request may go to now: those that decode only while they have helpers."""
+        if not self.in_pairs:
+            return self.in_rotation
         excluded = (PREFILL,) if self._helpers else (PREFILL, DECODE)
         return [engine for engine in self.in_rotation if self.stage_of(engine) not in excluded]
 
@@ -212,7 +215,8 @@ class Router(Generic[E]):
     def _asked_for(self, waiter: _Waiter[E]) -> E | None:
         """Returns the engine that the request may go to now; None where it has to wait for one that is out."""
         if waiter.engine is not None and waiter.engine.name not in self._out:
-            return waiter.engine if self.stage_of(waiter.engine) != DECODE or self._helpers else None
+            alone = self.in_pairs and self.stage_of(waiter.engine) == DECODE and not self._helpers
+            return None if alone else waiter.engine
         if waiter.engine is not None and self._out[waiter.engine.name]:
             return None
         return self.choose(waiter.session_id) if self._candidates() else None

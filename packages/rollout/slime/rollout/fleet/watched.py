@@ -149,6 +149,7 @@ class WatchedEngines(ChangingMembers):
                 raise error
 
     def _watch(self, member: Member) -> None:
+        self.router.in_pairs |= bool(member.stage)
         self._watchers.append(asyncio.create_task(self._watch_health(member)))
         self._tune(member)
         if isinstance(member.engine, EngineProcess):

@@ -24,10 +24,11 @@ from slime.launcher.config.checks.on_policy import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers
 from slime.launcher.run_directory.writable import check_places
-from slime.rollout.engines.kind import EngineKind
+from slime.rollout.engines.kind import REGULAR, EngineKind
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.rewards.registry import may_return_dict
+from slime.rollout.settings.model_file import ConfiguredModel
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.trainer.settings.adapters import check_adapter, check_rank, refuse_adapter
 from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
@@ -211,10 +212,21 @@ def check_served_models(rollout: RolloutSettings, args: Mapping[str, Any]) -> No
         place = f"{rollout.models_source}: model {model.name}"
         if not model.trained:
             check_model(place, Path(model.path), tokenizer=True)
-        elif args["true_on_policy_mode"] and any(group.num_gpus_per_engine > 1 for group in model.groups):
+        elif args["true_on_policy_mode"]:
+            _check_on_policy_groups(model, place)
+
+
+def _check_on_policy_groups(model: ConfiguredModel, place: str) -> None:
+    for group in model.groups:
+        if group.num_gpus_per_engine > 1:
             raise InvalidSetting.conflict(
-                "--true-on-policy-mode", f"num_gpus_per_engine above 1 in {place}",
+                "--true-on-policy-mode", f"num_gpus_per_engine {group.num_gpus_per_engine} in {place}",
                 "sums over several GPUs round differently from the trainer's",
+            )  # fmt: skip
+        if group.worker_type != REGULAR:
+            raise InvalidSetting.conflict(
+                "--true-on-policy-mode", f"worker_type {group.worker_type} in {place}",
+                "no test compares the log-probs of pairs of engines with the trainer's",
             )  # fmt: skip
 
 
