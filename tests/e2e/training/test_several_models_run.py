@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,9 +39,11 @@ def started(directory: Path) -> subprocess.Popen[str]:
         "--prompt-data", str(train), "--input-key", "prompt", "--num-rollout", "4", "--rollout-batch-size", "8",
         "--n-samples-per-prompt", "4", "--rollout-max-response-len", "5", "--lr", "1e-2", "--output-dir", "out",
     ]  # fmt: skip
+    # Paths of the test's own may be relative.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path if path)}
     return subprocess.Popen(
         [sys.executable, "-m", "slime.launcher.cli", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=directory,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=directory, env=environment,
     )  # fmt: skip
 
 
