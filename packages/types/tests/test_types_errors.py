@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime.types import Sample, errors
 from slime.types.errors import InvalidSetting, NotAvailable, UnknownFlag
@@ -170,3 +174,26 @@ def test_the_tree_in_the_docstring_marks_the_classes_that_are_errors_of_python()
         if cls.__module__ == errors.__name__:
             expected = "+" if issubclass(cls, TypeError) else "v" if issubclass(cls, ValueError) else None
             assert marks.get(name) == expected, name
+
+
+BOMB: Any = functools.reduce(lambda inner, _: [inner] * 9, range(12), "lol")
+
+
+@pytest.mark.parametrize("value", [[BOMB], [{"a": BOMB}], [[{"a": BOMB}]], [16**5000]])
+def test_values_of_any_size_are_shown_in_part(value: Any) -> None:
+    for error in (InvalidSetting.must_be("name", "text", got=value), InvalidSetting.one_of("name", ["a"], got=value)):
+        assert len(error.message) < 300 and len(error.value) <= 200
+    assert len(errors.InvalidField("name", value, "text").message) < 300
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+)
+
+
+@given(PLAIN)
+def test_short_values_are_shown_as_python_does(value: Any) -> None:
+    shown = repr(value)
+    if len(shown) <= 200 and not isinstance(value, float):
+        assert InvalidSetting.must_be("name", "text", got=value).message == f"name must be text, got {shown}"

@@ -79,9 +79,43 @@ class SlimeError(Exception):
         return partial(type(self).restore, **state), (self.message,)
 
 
-def _shorten(value: object, limit: int = 200) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+# Characters of a value that errors show.
+LIMIT = 200
+
+
+def _shorten(value: object) -> str:
+    text = value if isinstance(value, str) else _shown(value)
+    return text if len(text) <= LIMIT else text[: LIMIT - 1] + "…"
+
+
+def _shown(value: object) -> str:
+    """Returns `repr(value)`, or the beginning of a longer one: a few aliases of YAML make a list of 10^12 items."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > LIMIT:
+            break
+    return text
+
+
+def _pieces(value: object) -> Iterator[str]:
+    if type(value) is list:
+        yield "["
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item)
+        yield "]"
+    elif type(value) is dict:
+        yield "{"
+        for number, (key, item) in enumerate(value.items()):
+            yield (", " if number else "") + repr(key) + ": "
+            yield from _pieces(item)
+        yield "}"
+    elif isinstance(value, int) and value.bit_length() > 4 * LIMIT:
+        # Python refuses to write out more than some thousand digits.
+        yield f"a number of {value.bit_length()} bits"
+    else:
+        yield repr(value)
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -183,7 +217,7 @@ class ConfigError(SlimeError):
         """Reports a wrong value: `must_be("--temperature", "greater than 0", got=-1)`."""
         # Show `1` as it was typed, although the parser made 1.0 of it.
         got = int(got) if isinstance(got, float) and got.is_integer() and abs(got) < 1e15 else got
-        message = f"{setting} must be {expected}, got {_shorten(repr(got))}{_because(reason)}"
+        message = f"{setting} must be {expected}, got {_shorten(_shown(got))}{_because(reason)}"
         return cls(message, field=setting, value=got, expected=expected)
 
     @classmethod
@@ -191,7 +225,7 @@ class ConfigError(SlimeError):
         """Reports a value that is not among the choices, with the nearest choice."""
         names = [str(choice) for choice in choices]
         error = cls.must_be(setting, f"one of {', '.join(names)}", got=got)
-        near = nearest(str(got), names)
+        near = nearest(_shorten(got), names)
         return cls(error.message + _did_you_mean(near), field=setting, value=got, expected=near or error.expected)
 
     @classmethod
