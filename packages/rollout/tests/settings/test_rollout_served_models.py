@@ -15,6 +15,7 @@ from slime.rollout.settings.model_file import GROUP_KEYS, MODEL_KEYS, read_model
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.settings.served_models import group_settings
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
+from slime.types.settings import build
 
 POLICY: dict[str, Any] = {"name": "policy", "server_groups": [{"num_gpus": 4, "num_gpus_per_engine": 2}]}
 JUDGE: dict[str, Any] = {
@@ -183,8 +184,23 @@ def judge_with(**group: Any) -> list[Any]:
         (judge_with(num_gpus=1, worker_type="placeholder"), NotAvailable, "placeholder is not supported yet"),
         (judge_with(num_gpus=1, overrides=3), InvalidFile, "server_groups[0].overrides must be a mapping"),
         (judge_with(num_gpus=1, overrides={"mem_fraction_statik": 1}), UnknownFlag,
-         "sglang[1].server_groups[0]: unknown option of SGLang"),
-        (judge_with(num_gpus=1, overrides={"port": 1}), InvalidSetting, "sglang[1].server_groups[0]: --sglang-port"),
+         "did you mean mem_fraction_static?"),
+        (judge_with(num_gpus=1, overrides={"zzz": 1}), UnknownFlag, "sglang[1].server_groups[0].overrides: unknown "),
+        (judge_with(num_gpus=1, overrides={"mem-fraction-static": "lots"}), InvalidSetting,
+         "sglang[1].server_groups[0].overrides.mem-fraction-static must be a number, got 'lots'"),
+        (judge_with(num_gpus=1, overrides={"port": 1}), InvalidSetting,
+         "sglang[1].server_groups[0].overrides.port cannot be set"),
+        (judge_with(num_gpus=1, overrides=False), InvalidFile, "server_groups[0].overrides must be a mapping, got Fal"),
+        (judge_with(num_gpus=1, overrides=[]), InvalidFile, "server_groups[0].overrides must be a mapping, got []"),
+        (judge_with(num_gpus=1, worker_type=["regular"]), InvalidFile, "worker_type must be one of regular, prefill"),
+        (judge_with(num_gpus=1, worker_type={"a": 1}), InvalidFile, "worker_type must be one of regular, prefill"),
+        (judge_with(num_gpus=10**12), InvalidFile, "server_groups[0].num_gpus must be at most 1000000, got 100000000"),
+        (judge_with(num_engines=10**12), InvalidFile, "server_groups[0].num_engines must be at most 10000, got 10000"),
+        ([EMBEDDED[0], EMBEDDED[1] | {"server_groups": [{"num_engines": 10000}]}], InvalidFile,
+         "num_engines must be at most 10000 in all groups together, got 10002"),
+        ([POLICY, JUDGE | {"model_path": "a\0b"}], InvalidFile, "sglang[1].model_path must be the directory of a mod"),
+        ([POLICY, JUDGE | {"name": "x" * 101}], InvalidFile, "sglang[1].name must be a name of at most 100 characters"),
+        ([POLICY, JUDGE | {"name": ["x"]}], InvalidFile, "sglang[1].name must be a name of letters"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_place(
@@ -236,6 +252,24 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("models: []\n")
     with pytest.raises(InvalidFile, match="unknown key 'models'"):
         RolloutSettings(hf_checkpoint="m", sglang_config=str(tmp_path / "models.yaml"))
+    (tmp_path / "models.yaml").write_text("- name: policy\n")
+    with pytest.raises(InvalidFile, match="must be a mapping with the key sglang, a list of models, got "):
+        RolloutSettings(hf_checkpoint="m", sglang_config=str(tmp_path / "models.yaml"))
+    with pytest.raises(InvalidSetting, match="--sglang-config must be a file of models, got ''"):
+        RolloutSettings(hf_checkpoint="m", sglang_config="")
+
+
+def test_a_few_aliases_that_stand_for_a_large_value_are_refused_at_once(tmp_path: Path) -> None:
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
+    (tmp_path / "models.yaml").write_text(f"sglang:\n- server_groups: [{', '.join(lists)}]\n  name: *a11\n")
+    with pytest.raises(InvalidFile, match="name must be a name of letters.*, got ") as caught:
+        RolloutSettings(hf_checkpoint="m", sglang_config=str(tmp_path / "models.yaml"))
+    assert len(caught.value.message) < 500
+
+
+def test_the_number_of_engines_has_a_bound() -> None:
+    with pytest.raises(InvalidSetting, match="--rollout-num-engines must be .*10000, got 1000000000000"):
+        build(RolloutSettings, {"hf_checkpoint": "m", "rollout_num_engines": 10**12})
 
 
 def test_a_reward_url_may_name_a_model_of_the_run(tmp_path: Path) -> None:

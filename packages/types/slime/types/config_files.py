@@ -44,9 +44,10 @@ def load(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
-    """Reads a YAML mapping, or an empty file; dashes in keys become underscores. flag: the one that named the file.
+def read_config(path: str | Path, flag: str = "--config", expected: str = "a mapping of settings") -> dict[str, Any]:
+    """Reads a YAML mapping, or an empty file; dashes in keys become underscores.
 
+    flag: the one that named the file. expected: what the error for another kind of value asks for.
     Raises MissingFile; InvalidFile, also for a key that occurs twice.
     """
     try:
@@ -56,7 +57,7 @@ def read_config(path: str | Path, flag: str = "--config") -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise InvalidFile.must_be(f"{flag} {path}", "a mapping of settings", got=data)
+        raise InvalidFile.must_be(f"{flag} {path}", expected, got=data)
     content: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")

@@ -23,7 +23,7 @@ from typing import Any
 
 from slime.rollout.engines.kind import DECODE, PREFILL, REGULAR
 from slime.types.config_files import read_config
-from slime.types.errors import InvalidFile, NotAvailable
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 
 FLAG = "--sglang-config"
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups")
@@ -33,6 +33,11 @@ GROUPS_ALIAS = "engine_groups"
 # The name by which plug-ins find the engines of the trained model, whatever its name in the file.
 DEFAULT_MODEL = "default"
 TYPES = (REGULAR, PREFILL, DECODE)
+# Names are parts of log lines, metrics and URLs.
+MOST_NAME = 100
+# Larger numbers are typing errors, and planning engine by engine would take forever.
+MOST_ENGINES = 10_000
+MOST_GPUS = 1_000_000
 REFUSED_TYPES = {
     "encoder": "each engine encodes the images of its own requests",
     "placeholder": "the GPUs that a run does not use stay free without being named",
@@ -70,10 +75,13 @@ def read_models(path: str, hf_checkpoint: str, num_gpus_per_engine: int) -> tupl
     """Reads the models of a file.
 
     hf_checkpoint: the trained model. num_gpus_per_engine: GPUs of an engine for which the file names none. Raises
-    MissingFile; InvalidFile naming the key and its place; NotAvailable for a worker type without an implementation.
+    MissingFile; InvalidFile, UnknownFlag or InvalidSetting naming the key and its place; NotAvailable for a worker type
+    without an implementation.
     """
     reader = _Reader(path, hf_checkpoint, num_gpus_per_engine)
-    content = read_config(path, flag=FLAG)
+    if not path.strip():
+        raise InvalidSetting.must_be(FLAG, "a file of models", got=path)
+    content = read_config(path, flag=FLAG, expected="a mapping with the key sglang, a list of models")
     reader.refuse_unknown(content, ("sglang",), "")
     entries = reader.list_of(content.get("sglang"), "sglang", "models")
     models = tuple(reader.model(entry, f"sglang[{number}]") for number, entry in enumerate(entries))
@@ -109,7 +117,34 @@ class _Reader:
     def _number(self, value: Any, place: str) -> int:
         if type(value) is not int or value < 1:
             raise self._wrong(place, "a whole number of at least 1", value)
+        most = MOST_ENGINES if place.endswith(".num_engines") else MOST_GPUS
+        if value > most:
+            raise self._wrong(place, f"at most {most}", value)
         return value
+
+    def _name(self, value: Any, place: str) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+            raise self._wrong(place, "a name of letters, digits, dots, dashes and underscores", value)
+        if len(value) > MOST_NAME:
+            raise self._wrong(place, f"a name of at most {MOST_NAME} characters", value, f"it has {len(value)}")
+        return value
+
+    def _worker_type(self, value: Any, place: str) -> str:
+        if isinstance(value, str) and value in REFUSED_TYPES:
+            raise NotAvailable.unavailable(
+                f"{FLAG} {self._path}: {place} {value}", REFUSED_TYPES[value], f"worker_type: {REGULAR}"
+            )
+        if not isinstance(value, str) or value not in TYPES:
+            raise self._wrong(place, f"one of {', '.join(TYPES)}", value)
+        return value
+
+    def _overrides(self, value: Any, place: str) -> dict[str, Any]:
+        if value is None:
+            return {}
+        from slime.rollout.engines.sglang.flags import check
+
+        overrides = self._mapping(value, place)
+        return check(overrides, f"{FLAG} {self._path}: {place}") if overrides else {}
 
     def model(self, value: Any, place: str) -> ConfiguredModel:
         entry = self._mapping(value, place)
@@ -117,11 +152,9 @@ class _Reader:
             raise InvalidFile.conflict(f"{FLAG} {self._path}: {place}.{GROUPS_ALIAS}", "server_groups", "they are one")
         groups_key = GROUPS_ALIAS if GROUPS_ALIAS in entry else "server_groups"
         self.refuse_unknown(entry, (*MODEL_KEYS, *((GROUPS_ALIAS,) if groups_key == GROUPS_ALIAS else ())), place)
-        name = entry.get("name")
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise self._wrong(f"{place}.name", "a name of letters, digits, dots, dashes and underscores", name)
+        name = self._name(entry.get("name"), f"{place}.name")
         directory = entry.get("model_path")
-        if directory is not None and (not isinstance(directory, str) or not directory.strip()):
+        if directory is not None and (not isinstance(directory, str) or not directory.strip() or "\0" in directory):
             raise self._wrong(f"{place}.model_path", "the directory of a model", directory)
         same = directory is None or os.path.realpath(directory) == os.path.realpath(self._hf_checkpoint)
         trained = entry.get("update_weights")
@@ -149,13 +182,7 @@ class _Reader:
     def _group(self, value: Any, place: str, per_engine: int) -> EngineGroup:
         entry = self._mapping(value, place)
         self.refuse_unknown(entry, GROUP_KEYS, place)
-        worker = entry.get("worker_type", REGULAR)
-        if worker in REFUSED_TYPES:
-            raise NotAvailable.unavailable(
-                f"{FLAG} {self._path}: {place}.worker_type {worker}", REFUSED_TYPES[worker], f"worker_type: {REGULAR}"
-            )
-        if worker not in TYPES:
-            raise self._wrong(f"{place}.worker_type", f"one of {', '.join(TYPES)}", worker)
+        worker = self._worker_type(entry.get("worker_type", REGULAR), f"{place}.worker_type")
         if (entry.get("num_gpus") is None) == (entry.get("num_engines") is None):
             raise self._wrong(place, "a group with num_gpus, or for embedded engines num_engines", dict(entry))
         numbers = {
@@ -171,7 +198,7 @@ class _Reader:
             per_engine = 1
         elif (numbers["num_gpus"] or 0) % per_engine:
             raise self._wrong(f"{place}.num_gpus", f"a multiple of num_gpus_per_engine {per_engine}", entry["num_gpus"])
-        overrides = self._mapping(entry.get("overrides") or {}, f"{place}.overrides")
+        overrides = self._overrides(entry.get("overrides"), f"{place}.overrides")
         return EngineGroup(place, worker, numbers["num_gpus"], numbers["num_engines"], per_engine, overrides)
 
     def check_whole(self, models: tuple[ConfiguredModel, ...]) -> None:
@@ -201,3 +228,6 @@ class _Reader:
                 "of one kind: SGLang's are counted by GPUs, embedded ones by engines",
                 field="num_engines", expected="num_gpus in each group, or num_engines in each",
             )  # fmt: skip
+        engines = sum(group.num_engines or 0 for model in models for group in model.groups)
+        if engines > MOST_ENGINES:
+            raise self._wrong("num_engines", f"at most {MOST_ENGINES} in all groups together", engines)

@@ -8,6 +8,7 @@ from typing import Any
 from slime.rollout.engines.registry import KINDS, counted_by_engines, unread_settings
 from slime.rollout.settings.eval_overrides import check_overrides
 from slime.rollout.settings.metrics import MetricSettings
+from slime.rollout.settings.model_file import MOST_ENGINES
 from slime.rollout.settings.served_models import ModelSettings
 from slime.types.addresses import split_url
 from slime.types.errors import InvalidSetting
@@ -192,7 +193,7 @@ class RolloutSettings(
         "Free the engines' GPU memory while the trainer works (default: with --colocate, unless the trainer finds room "
         "for all its work beside them)",
     )
-    rollout_num_engines: int = setting(1, "Number of embedded engines to start", minimum=1)
+    rollout_num_engines: int = setting(1, "Number of embedded engines to start", minimum=1, maximum=MOST_ENGINES)
     rollout_engine_dtype: str = setting(
         "auto",
         "Data type of an embedded engine's weights; auto: as in config.json",

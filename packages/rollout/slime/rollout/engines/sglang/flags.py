@@ -16,7 +16,7 @@ from typing import Any
 from slime.rollout.engines.sglang.installed import server_flags
 from slime.rollout.engines.sglang.read_flags import ServerFlag
 from slime.rollout.engines.sglang.reserved import RESERVED, refuse_reserved
-from slime.types.errors import InvalidSetting, UnknownFlag
+from slime.types.errors import InvalidSetting, UnknownFlag, nearest
 
 PREFIX = "sglang-"
 TYPES: dict[str, Any] = {"int": int, "float": float, "str": str}
@@ -76,9 +76,10 @@ class _Collect(argparse.Action):
         setattr(namespace, self.dest, values_by_name)
 
 
-def check(args: Mapping[str, Any]) -> dict[str, Any]:
+def check(args: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """Returns `args` with checked values, by the names of the flags that they set (aliases resolved, with underscores).
 
+    place: of a mapping in a file, whose keys errors name in place of flags: `PLACE.mem_fraction_static`.
     Raises UnknownFlag with the nearest name, InvalidSetting for an invalid value or a flag that the run sets itself.
     """
     flags = server_flags().by_name
@@ -87,11 +88,12 @@ def check(args: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).replace("_", "-")
         flag = flags.get(name) or _negated(name, flags)
         if flag is None:
-            raise _unknown(name, flags)
-        refuse_reserved(flag.name, f"--{PREFIX}{name}", value)
+            raise _unknown_key(name, flags, place) if place else _unknown(name, flags)
+        spelling = f"{place}.{key}" if place else f"--{PREFIX}{name}"
+        refuse_reserved(flag.name, spelling, value)
         if name.startswith("no-") and name not in flags:
-            value = not _value(f"--{PREFIX}{name}", flag, value)
-        checked[flag.name.replace("-", "_")] = _value(f"--{PREFIX}{name}", flag, value)
+            value = not _value(spelling, flag, value)
+        checked[flag.name.replace("-", "_")] = _value(spelling, flag, value)
     return checked
 
 
@@ -119,10 +121,24 @@ def _negated(name: str, flags: Mapping[str, ServerFlag]) -> ServerFlag | None:
 
 
 def _unknown(name: str, flags: Mapping[str, ServerFlag]) -> UnknownFlag:
-    version = server_flags().version
-    kind = f"option of SGLang {version}" if version else "option of SGLang"
     refused = [f"--{PREFIX}{known}" for known, flag in flags.items() if flag.name in RESERVED]
-    return UnknownFlag.unknown(kind, f"--{PREFIX}{name}", [f"--{PREFIX}{known}" for known in flags], refused=refused)
+    known = [f"--{PREFIX}{known}" for known in flags]
+    return UnknownFlag.unknown(_option(), f"--{PREFIX}{name}", known, refused=refused)
+
+
+def _unknown_key(name: str, flags: Mapping[str, ServerFlag], place: str) -> UnknownFlag:
+    known = [known.replace("-", "_") for known, flag in flags.items() if flag.name not in RESERVED]
+    key = name.replace("-", "_")
+    if nearest(key, known):
+        return UnknownFlag.unknown(_option(), key, known, field=place)
+    # SGLang has hundreds.
+    listed = "one that `python -m sglang.launch_server --help` lists"
+    return UnknownFlag.unknown(_option(), key, known, instead=listed).at(place)
+
+
+def _option() -> str:
+    version = server_flags().version
+    return f"option of SGLang {version}" if version else "option of SGLang"
 
 
 def _value(spelling: str, flag: ServerFlag, value: Any) -> Any:
