@@ -124,6 +124,37 @@ def test_a_family_without_a_table_is_a_warning(tmp_path: Path) -> None:
     assert failures("model", "--hf-checkpoint", str(tmp_path / "none"))[0].startswith("FAIL  --hf-checkpoint")
 
 
+def test_each_model_of_a_file_is_checked(tmp_path: Path) -> None:
+    policy, judge, file = write_model(tmp_path / "policy"), write_model(tmp_path / "judge"), tmp_path / "models.yaml"
+    models = [{"name": "policy", "server_groups": [{"num_engines": 1}]},
+              {"name": "judge", "model_path": str(judge), "server_groups": [{"num_engines": 1}]}]  # fmt: skip
+    file.write_text(json.dumps({"sglang": models}))
+    flags = ("--hf-checkpoint", str(policy), "--sglang-config", str(file))
+    run = (*flags, "--rm-type", "math", "--num-rollout", "1", "--prompt-data", str(write_rows(tmp_path / "rows.jsonl")))
+    for words in (flags, run):
+        assert not failures("model", *words)
+    cut_a_shard(judge)
+    for words in (flags, run):
+        failed = failures("model", *words)
+        assert failed and f"--sglang-config {file}: model judge: " in failed[0] and "cut short" in failed[0]
+    judge.rename(tmp_path / "elsewhere")
+    for words in (flags, flags[2:], run):
+        (missing,) = failures("model", *words)
+        assert f"--sglang-config {file}: model judge {judge}: no such directory  -> " in missing
+    file.write_text("sglang: 3\n")
+    (wrong,) = failures("model", *flags)
+    assert f"--sglang-config {file}: sglang must be a list of models, got 3" in wrong
+
+
+def test_what_a_run_refuses_in_a_file_of_models_is_found(tmp_path: Path) -> None:
+    model, file = write_model(tmp_path / "policy"), tmp_path / "models.yaml"
+    file.write_text("sglang: [{name: policy, server_groups: [{num_gpus: 2, num_gpus_per_engine: 2}]}]\n")
+    words = ("--hf-checkpoint", str(model), "--sglang-config", str(file), "--true-on-policy-mode")
+    words = (*words, "--rm-type", "math", "--num-rollout", "1", "--prompt-data", str(write_rows(tmp_path / "r.jsonl")))
+    assert any(f"--true-on-policy-mode and num_gpus_per_engine 2 in --sglang-config {file}" in f
+               for f in failures("run", *words))  # fmt: skip
+
+
 def test_data_is_read_and_the_broken_line_named(tmp_path: Path) -> None:
     good = write_rows(tmp_path / "good.jsonl")
     assert failures("data", "--prompt-data", str(good), "--label-key", "label") == []

@@ -1,4 +1,4 @@
-"""Checks the model directory: config, tokenizer and complete weights."""
+"""Checks the directories of models: config, tokenizer and complete weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slime.launcher.config.checks.run import TOKENIZER_FILES
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import model_name
 from slime.launcher.plan.trainer_memory import GIB
+from slime.rollout.settings.model_file import FLAG, ConfiguredModel, read_models
 from slime.types.errors import ConfigError, NotAvailable, counted
 from slime.types.files import hub_hint
 from slime.types.setting_values import flag_name
@@ -30,12 +31,33 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         if name == "hf_checkpoint" and model_name(str(value)):
             yield ok(f"{flag} {value}: a name on the Hub, which the run downloads")
         elif not directory.is_dir():
-            hint = hub_hint(directory, flag).removeprefix(": ") or "correct the path, or put the model there"
-            yield fail(f"{flag} {directory}: no such directory", hint)
+            yield _none(flag, directory)
         elif name == "hf_checkpoint":
             yield from _directory(flag, directory, tokenizer=True)
         elif (directory / "config.json").is_file():
             yield from _directory(flag, directory, tokenizer=False)
+    for model in _served(subject):
+        place, directory = f"{FLAG} {subject.flag('sglang_config')}: model {model.name}", Path(model.path)
+        if not model.trained:
+            yield from _directory(place, directory, tokenizer=True) if directory.is_dir() else [_none(place, directory)]
+
+
+def _served(subject: Subject) -> tuple[ConfiguredModel, ...]:
+    """Returns the models of --sglang-config. Raises ConfigError for a file that cannot be read."""
+    file, trained = subject.flag("sglang_config"), subject.flag("hf_checkpoint")
+    if file is None:
+        return ()
+    try:
+        return read_models(str(file), str(trained or ""), int(subject.flag("rollout_num_gpus_per_engine") or 1))
+    except ConfigError:
+        if trained is None:
+            return ()  # which model is the trained one depends on --hf-checkpoint
+        raise
+
+
+def _none(place: str, directory: Path) -> Finding:
+    hint = hub_hint(directory, place).removeprefix(": ") or "correct the path, or put the model there"
+    return fail(f"{place} {directory}: no such directory", hint)
 
 
 def _directory(flag: str, directory: Path, *, tokenizer: bool) -> Iterator[Finding]:

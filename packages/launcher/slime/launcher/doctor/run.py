@@ -8,19 +8,19 @@ from pathlib import Path
 from slime.converters.megatron.flags import given
 from slime.launcher.config.advice import advice
 from slime.launcher.config.checks.megatron import check_model
-from slime.launcher.config.checks.run import check_inputs, check_learning, check_other_files
+from slime.launcher.config.checks.run import check_inputs, check_learning, check_other_files, check_served_models
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.launcher.run_directory.earlier_run import check_unused
 from slime.launcher.run_directory.writable import check_places
-from slime.types.errors import ConfigError
+from slime.types.errors import ConfigError, InvalidFile, MissingFile
 
 
 def check_run(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     if config is None:
         return
-    checks = (_learning, _checkpoint, _files, _model, _earlier_run, _advice)
+    checks = (_learning, _checkpoint, _files, _model, _served_models, _earlier_run, _advice)
     findings = [finding for check in checks for finding in check(subject)]
     yield from findings or [ok("the flags fit together, and to the model")]
 
@@ -80,3 +80,12 @@ def _model(subject: Subject) -> Iterator[Finding]:
         check_model(config.launcher, config.trainer, given(config.megatron))
     except ConfigError as error:
         yield fail(str(error), "give the flags that describe the model, or another model")
+
+
+def _served_models(subject: Subject) -> Iterator[Finding]:
+    try:
+        check_served_models(subject.config.rollout, subject.config.flat)
+    except (InvalidFile, MissingFile):
+        pass  # the check of the models reports it
+    except ConfigError as error:
+        yield fail(str(error), "correct the file, or leave out the flag")
