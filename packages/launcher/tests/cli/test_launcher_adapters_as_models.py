@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,52 @@ def test_the_adapter_of_a_run_is_exported_alone(adapter: Path, capsys: pytest.Ca
         assert words in (found := capsys.readouterr().err) and "model has no LoRA adapter" in found
     assert cli.main(["export", "nowhere", "--format", "adapter"]) == 2
     assert "RUN|MODEL nowhere: no such directory" in capsys.readouterr().err
+
+
+def cut_weights(directory: Path) -> None:
+    weights = (directory / "adapter_model.safetensors").read_bytes()
+    (directory / "adapter_model.safetensors").write_bytes(weights[:50])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "adapter_config.json must be a JSON object, got '{nope'": lambda d: (d / "adapter_config.json").write_text("{nope"),
+    "adapter_config.json must be a JSON object, got []": lambda d: (d / "adapter_config.json").write_text("[]"),
+    "adapter_model.safetensors: not a safetensors file, or cut": cut_weights,
+    "no such file own/adapter_model.safetensors": lambda d: (d / "adapter_model.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_damaged_adapter_is_neither_exported_nor_loaded(
+    adapter: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DAMAGES[words](write_adapter(Path("own"), 1.0))
+    assert cli.main(["export", "own", "--format", "adapter", "--output", "out"]) == 2
+    assert words in (found := capsys.readouterr().err) and "RUN|MODEL own: " in found and not Path("out").exists()
+    flags = ["--load", "own", "--lora-rank", "4", "--lora-alpha", "16"]
+    assert cli.main(["train", "config.yaml", *flags, "--dry-run"]) == 2
+    assert words in (found := capsys.readouterr().err) and "--load: " in found
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"lora_alpha": 16}, "adapter_config.json: r must be a whole number of at least 1, got None"),
+        ({"r": 4, "lora_alpha": "much"}, "adapter_config.json: lora_alpha must be a number, got 'much'"),
+    ],
+)
+def test_a_value_of_an_adapter_that_cannot_be_is_named(
+    adapter: Path, config: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert cli.main(["train", "config.yaml", "--load", str(adapter), "--lora-rank", "4", "--dry-run"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_adapter_is_not_exported_into_itself(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = write_adapter(Path("own"), 1.0)
+    assert cli.main(["export", "own", "--format", "adapter", "--output", "own/x"]) == 2
+    assert "--output must be outside of own, got 'own/x'" in capsys.readouterr().err and not (own / "x").exists()
 
 
 def test_an_exported_model_has_its_adapter_below(adapter: Path) -> None:

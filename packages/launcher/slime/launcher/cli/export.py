@@ -12,13 +12,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.converters.files.adapter import ADAPTER_DIR, adapter_files, copy_adapter, has_adapter
+from slime.converters.files.adapter import (
+    ADAPTER_DIR,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    copy_adapter,
+    has_adapter,
+    read_adapter,
+)
 from slime.converters.files.finished import WRITER, fingerprint
 from slime.launcher.cli.recorded_run import is_run, no_run_or_model, read_run
 from slime.launcher.config.help import CommandParser
 from slime.launcher.run_directory.checkpoints import held
 from slime.types.directories import check_replaceable, path_errors, read_mark, whole_directory
-from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable, errors_name
 from slime.types.setting_values import named_path
 
 FORMATS = ("hf", "gguf", "adapter")
@@ -107,13 +114,19 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
 def _export_adapter(run: Path, output: Path, step: int | None) -> Path:
     """Copies the LoRA adapter of a run, of a merged model, or of a directory that holds nothing else.
 
-    Raises MissingFile, and InvalidSetting where there is none.
+    Raises InvalidSetting where there is none; MissingFile or InvalidFile where a file of it is missing or damaged.
     """
     target = output.absolute()
     with held(lambda: _adapter_of(run, step)) as source:
-        files = adapter_files(source)
-        if not files:
+        files = [source / CONFIG_FILE, source / WEIGHTS_FILE]
+        if not any(file.is_file() for file in files):
             raise _no_adapter(source)
+        with errors_name(f"RUN|MODEL {run}"):
+            read_adapter(source)
+        if Path(os.path.realpath(source)) in Path(os.path.realpath(target)).parents:
+            raise InvalidSetting.must_be(
+                "--output", f"outside of {source}", got=str(output), reason="the adapter is read from there"
+            )
         mark, size = fingerprint(files, {}), sum(file.stat().st_size for file in files)
         check_replaceable(target, field="--output")
         if target.is_dir() and any(target.iterdir()):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.converters.files.adapter import CONFIG_FILE, has_adapter
-from slime.types.errors import InvalidFile, InvalidSetting
+from slime.converters.files.adapter import CONFIG_FILE, has_adapter, read_adapter
+from slime.types.errors import InvalidFile, InvalidSetting, errors_name
 
 # The cache of the Hub's library has models--ORG--NAME/snapshots/COMMIT.
 _CACHED = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
@@ -86,16 +86,19 @@ def other_base(load: str, base: str) -> str | None:
 
 
 def _read(path: Path) -> tuple[int, float]:
-    """Returns rank and alpha. Raises InvalidFile naming --load."""
-    try:
-        about = json.loads((path / CONFIG_FILE).read_text())
-        rank, alpha = int(about["r"]), float(about["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidFile(f"--load: {path / CONFIG_FILE}: {type(error).__name__}: {error}", field="--load") from error
+    """Returns rank and alpha. Raises MissingFile or InvalidFile naming --load."""
+    with errors_name("--load"):
+        about = read_adapter(path)
+    place = f"--load: {path / CONFIG_FILE}: "
+    rank, alpha = about.get("r"), about.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise InvalidFile.must_be(f"{place}r", "a whole number of at least 1", got=rank)
+    if type(alpha) not in (int, float):
+        raise InvalidFile.must_be(f"{place}lora_alpha", "a number", got=alpha)
     for name, plain in PLAIN.items():
         if about.get(name) not in (plain, None):
             raise InvalidFile(
                 f"--load: {path / CONFIG_FILE}: expected {name} {plain}, got {about[name]}", field="--load", value=name,
                 expected=str(plain),
             )  # fmt: skip
-    return rank, alpha
+    return rank, float(alpha)
