@@ -267,7 +267,7 @@ def test_nodes_with_free_gpus_come_first_and_others_are_waited_for() -> None:
          ["--actor-num-nodes 2 x --actor-num-gpus-per-node 8 + --rollout-num-gpus 8 = 24 GPUs", "the 2 nodes have 16"]),
         ([8, 4, 4], {"nodes": 2, "ranks": 8}, InvalidSetting, ["17 GPUs", "the 3 nodes have 16"]),
         ([8, 4, 8], {"nodes": 2, "ranks": 6, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, InvalidSetting,
-         ["2 nodes with 6 GPUs each and 8 others for engines of 8", "8, 4, 8"]),
+         ["2 nodes with 6 GPUs each and 8 others for engines of 8: the 3 nodes have 8, 4, 8"]),
         ([8, 8], {"limit": 2, "ranks": 4, "rollout_num_gpus": 1}, InvalidSetting, ["5 GPUs", "the 2 nodes have 4"]),
         ([4, 4], {"limit": 8}, InvalidSetting, ["--num-gpus-per-node must be at most 4, got 8"]),
         (0, {"limit": 3}, InvalidSetting, ["--num-gpus-per-node 3 requires nodes with 3 GPUs: ", "--dry-run-gpus 3"]),
@@ -358,3 +358,13 @@ def test_embedded_engines_of_several_models_are_on_one_node(tmp_path: Path) -> N
     for counts, node in ((0, 0), ([0, 0, 0], 1)):
         (share,) = plan(counts, sglang_config=config).engines
         assert (share.node, share.embedded) == (node, 3)
+
+
+def test_engines_of_several_models_that_fit_on_no_node_are_named(tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text("sglang: [{name: policy, server_groups: [{num_gpus: 5}]}]\n")
+    with pytest.raises(InvalidSetting) as caught:
+        plan([4, 4, 4], sglang_config=str(tmp_path / "models.yaml"))
+    words = (
+        "requires 1 node with 1 GPU and 5 others on one node for the engines of all models: the 3 nodes have 4, 4, 4"
+    )
+    assert words in str(caught.value)

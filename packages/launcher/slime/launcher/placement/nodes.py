@@ -28,14 +28,14 @@ class GpuRequest:
     """GPUs that a run asks for.
 
     nodes: of the trainer, with `ranks` GPUs each. engines: number of further GPUs for engines, of `per_engine` GPUs
-    each. may_share: whether the engines could share the trainer's GPUs.
+    each. together: whether the engines have to be on one node, and cannot share the trainer's GPUs.
     """
 
     nodes: int
     ranks: int
     engines: int
     per_engine: int
-    may_share: bool = True
+    together: bool = False
 
     @property
     def total(self) -> int:
@@ -150,7 +150,7 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
     total = sum(gpus)
     if request.total <= total:
         return
-    may_share = request.may_share and request.engines and request.nodes * request.ranks <= total
+    may_share = not request.together and request.engines and request.nodes * request.ranks <= total
     hint = "; --colocate lets both share" if may_share else ""
     place = f"the node has {total}" if len(gpus) == 1 else f"the {counted(len(gpus), 'node')} have {total}"
     raise InvalidSetting(
@@ -161,10 +161,12 @@ def check_sum(request: GpuRequest, gpus: Sequence[int]) -> None:
 
 def does_not_fit(request: GpuRequest, gpus: Sequence[int]) -> InvalidSetting:
     """Returns the error for a cluster that has enough GPUs, but not enough of them on the same nodes."""
-    has = f"the nodes of the Ray cluster have {', '.join(map(str, gpus))}"
+    has = f"the {counted(len(gpus), 'node has', 'nodes have')} {', '.join(map(str, gpus))}"
     size = f" for engines of {request.per_engine}" if request.per_engine > 1 else ""
-    beside = f" and {request.engines} others{size}" if request.engines else ""
-    expected = f"{counted(request.nodes, 'node')} with {request.ranks} GPUs each{beside}"
+    place = " on one node for the engines of all models" if request.together else size
+    beside = f" and {counted(request.engines, 'other')}{place}" if request.engines else ""
+    each = " each" if request.nodes > 1 else ""
+    expected = f"{counted(request.nodes, 'node')} with {counted(request.ranks, 'GPU')}{each}{beside}"
     return InvalidSetting.requires(str(request), expected, has)
 
 

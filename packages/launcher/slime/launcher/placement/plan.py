@@ -147,7 +147,7 @@ def plan_placement(
     if shares:
         check_shared(nodes, ranks, rollout_gpus, engine)
     further = 0 if elsewhere or shares else rollout_gpus or engine
-    request = GpuRequest(nodes, ranks, further, engine, may_share=not together)
+    request = GpuRequest(nodes, ranks, further, engine, together=together)
     check_sum(request, usable)
     idle = [min(pair) for pair in zip(free or usable, usable, strict=True)]
     chosen = choose_idle(request, idle, usable)
