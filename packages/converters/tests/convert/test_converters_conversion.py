@@ -20,7 +20,7 @@ from slime.converters.inspection.verify import compare
 from slime.converters.torch_dist.keys import Layout
 from slime.converters.torch_dist.reader import TorchDist
 from slime.types.directories import MARK
-from slime.types.errors import InvalidFile, MissingFile, NotAvailable
+from slime.types.errors import ConfigError, InvalidFile, MissingFile, NotAvailable
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -335,3 +335,16 @@ def test_a_config_of_an_unknown_type_needs_the_family_once(tmp_path: Path) -> No
     back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
     assert not list(compare(source, back))
     assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(("config", "name"), [(QWEN3, "minimax_m2"), (MINIMAX, "qwen3")])
+def test_a_family_that_replaces_the_one_of_the_config_is_named(
+    tmp_path: Path, config: dict[str, Any], name: str
+) -> None:
+    source = hf_directory(tmp_path / "hf", config)
+    own = config["model_type"]
+    with pytest.raises(ConfigError, match=f"^--model-name {name} replaces the model_type {own} of config.json: "):
+        hf_to_torch_dist.convert(source, tmp_path / "td", model_name=name)
+    # The family of the config may be named, too.
+    with pytest.raises(ConfigError, match=r"^(?!.*--model-name)"):
+        hf_to_torch_dist.convert(source, tmp_path / "td", model_name=own, megatron_args={"num_layers": 77})

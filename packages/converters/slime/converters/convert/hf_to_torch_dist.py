@@ -26,7 +26,13 @@ from slime.converters.files.dtypes import NAMES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, fingerprint
 from slime.converters.files.scratch import Scratch
 from slime.converters.files.side_files import config_changes, copy_side_files
-from slime.converters.megatron.args import check_model_args, model_args, padded_vocab_size, read_model_config
+from slime.converters.megatron.args import (
+    check_model_args,
+    errors_name_family,
+    model_args,
+    padded_vocab_size,
+    read_model_config,
+)
 from slime.converters.megatron.rank_layout import check_model_split, check_parameters
 from slime.converters.torch_dist.description import describe
 from slime.converters.torch_dist.directory import COMMON, CONFIG, HF_DIR, RELEASE, TRACKER
@@ -105,7 +111,7 @@ def convert(
     target = save / RELEASE
     with TorchrunRanks() as ranks:
         model = read_model(hf_checkpoint, megatron_args or {}, dtype, model_name)
-        with errors_name("--hf-checkpoint"):
+        with errors_name_family(hf_checkpoint, model_name), errors_name("--hf-checkpoint"):
             source = HfSource(model.path, model.config)
             source.check(model.parameters(), model.family.ignored(model.config))
         mark = fingerprint(
@@ -132,12 +138,13 @@ def read_model(
         raise no_directory(path, "--hf-checkpoint")
     with errors_name("--hf-checkpoint"):
         config = read_model_config(path, model_name)
-    check_model_args(dict(megatron_args), dict(config))
-    args = model_args(config, megatron_args)
-    args.setdefault("padded_vocab_size", padded_vocab_size(args))
-    model = Model(str(path), config, args, None if dtype is None else getattr(torch, dtype), model_name)
-    check_model_split(args)
-    check_parameters(args, model.parameters())
+    with errors_name_family(path, model_name):
+        check_model_args(dict(megatron_args), dict(config))
+        args = model_args(config, megatron_args)
+        args.setdefault("padded_vocab_size", padded_vocab_size(args))
+        model = Model(str(path), config, args, None if dtype is None else getattr(torch, dtype), model_name)
+        check_model_split(args)
+        check_parameters(args, model.parameters())
     return model
 
 

@@ -6,7 +6,8 @@ Arguments are dicts by the attribute names of Megatron-LM's `args`; a missing on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from slime.converters.megatron.flags import (
     row_of,
     why_refused,
 )
-from slime.types.errors import InvalidSetting, NotAvailable, counted
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, counted
 from slime.types.settings import Parser, add_flags, build
 
 Config = Mapping[str, Any]
@@ -155,6 +156,18 @@ def read_model_config(directory: str | Path, model_name: str | None = None) -> d
             "model family", model_name, error.expected.split(", "), field="--model-name"
         ) from None
     return config if config.get("model_type") in types else {**config, "model_type": types[0]}
+
+
+@contextmanager
+def errors_name_family(directory: str | Path, model_name: str | None) -> Iterator[None]:
+    """Prefixes errors with --model-name where it replaces another family of `directory`/config.json."""
+    try:
+        yield
+    except ConfigError as error:
+        own = None if model_name is None else read_model_config(directory).get("model_type")
+        if own is None or own == read_model_config(directory, model_name)["model_type"]:
+            raise
+        raise error.at(f"--model-name {model_name} replaces the model_type {own} of config.json") from None
 
 
 def model_args(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
