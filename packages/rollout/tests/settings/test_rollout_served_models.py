@@ -96,7 +96,8 @@ def test_engines_of_a_model_may_be_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values, flag",
     [
-        ({"rollout_top_p": 0.9, "rollout_top_k": 50}, "--rollout-top-k"),
+        ({"rollout_top_k": 50}, "--rollout-top-k"),
+        ({"rollout_top_p": 0.9}, "--rollout-top-p"),
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
         ({"offload_rollout": True}, "--offload-rollout"),
         ({"deterministic": True}, "--deterministic"),
@@ -106,6 +107,14 @@ def test_pairs_refuse_what_they_cannot_tell(tmp_path: Path, values: dict[str, An
     match = f"{flag} and --sglang-config .*models.yaml: .*worker_type prefill cannot be used together"
     with pytest.raises(InvalidSetting, match=match):
         settings(tmp_path, [POLICY | {"server_groups": PAIR}], **values)
+
+
+def test_overrides_are_held_to_what_the_kind_checks_before_it_is_chosen(tmp_path: Path) -> None:
+    group = {"num_gpus": 1, "overrides": {"speculative_algorithm": "EAGLE"}}
+    match = r"server_groups\[0\]: --rollout-top-k 50 and --sglang-speculative-algorithm cannot be used together"
+    with pytest.raises(InvalidSetting, match=match):
+        settings(tmp_path, [POLICY | {"server_groups": [group]}], rollout_top_k=50)
+    settings(tmp_path, [POLICY, JUDGE | {"server_groups": [group]}], rollout_top_k=50)
 
 
 def test_embedded_engines_are_no_pairs(tmp_path: Path) -> None:
@@ -130,11 +139,14 @@ def test_the_number_of_engines_that_do_prefill_is_the_short_form(tmp_path: Path)
         ({"rollout_num_gpus": 7, "rollout_num_gpus_per_engine": 2}, "a multiple of 2 and at least 6"),
         ({"rollout_num_gpus": 4, "colocate": True}, "--prefill-num-servers and --colocate cannot be used together"),
         ({"rollout_num_gpus": 4, "rollout_external_engine_addrs": ["h:1"]}, "--prefill-num-servers and --rollout-ext"),
-        ({"rollout_num_gpus": 4, "rollout_engine": "embedded"}, "--rollout-engine embedded"),
+        ({"rollout_num_gpus": 4, "rollout_engine": "embedded"}, 
+         "--rollout-engine embedded and --prefill-num-servers 2 cannot be used together: the embedded engine does all"),
         ({"rollout_num_gpus": 4, "sglang_config": "x"}, "--prefill-num-servers and --sglang-config cannot be used"),
-        ({"rollout_num_gpus": 4, "deterministic": True}, "--deterministic and --prefill-num-servers 2: prefill"),
+        ({"rollout_num_gpus": 4, "deterministic": True}, "--deterministic and --prefill-num-servers 2 cannot be used"),
+        ({"rollout_num_gpus": 4, "rollout_top_p": 0.9}, "--rollout-top-p and --prefill-num-servers 2 cannot be used"),
+        ({"rollout_num_gpus": 4, "rollout_top_k": 50}, "--rollout-top-k and --prefill-num-servers 2 cannot be used"),
     ],
-)
+)  # fmt: skip
 def test_the_short_form_needs_gpus_of_its_own(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSetting) as caught:
         RolloutSettings(hf_checkpoint="m", prefill_num_servers=2, **values)
@@ -201,6 +213,10 @@ def judge_with(**group: Any) -> list[Any]:
         ([POLICY, JUDGE | {"model_path": "a\0b"}], InvalidFile, "sglang[1].model_path must be the directory of a mod"),
         ([POLICY, JUDGE | {"name": "x" * 101}], InvalidFile, "sglang[1].name must be a name of at most 100 characters"),
         ([POLICY, JUDGE | {"name": ["x"]}], InvalidFile, "sglang[1].name must be a name of letters"),
+        (judge_with(num_gpus=1, overrides={"tensor-parallel-size": 2}), InvalidSetting,
+         "overrides.tensor-parallel-size cannot be set, because the run sets it: give num_gpus_per_engine of the group"),
+        (judge_with(num_gpus=1, overrides={"model_path": "x"}), InvalidSetting,
+         "overrides.model_path cannot be set, because the run sets it: give model_path of the model"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_place(

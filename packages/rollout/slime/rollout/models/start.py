@@ -47,11 +47,13 @@ def starts_of_models(settings: RolloutSettings, gpus: Sequence[str]) -> Mapping[
                 share = gpus[taken : taken + group.num_gpus]
                 taken += group.num_gpus
                 if taken > len(gpus):
+                    in_file = settings.sglang_config is not None
                     raise InvalidSetting.must_be(
-                        f"{settings.models_source}: {group.place}.num_gpus",
-                        f"at most {len(share)}", got=group.num_gpus,
+                        f"{settings.place_of(group)}.num_gpus" if in_file else "--rollout-num-gpus",
+                        f"at most {len(share if in_file else gpus)}",
+                        got=group.num_gpus if in_file else settings.rollout_num_gpus,
                         reason=f"the visible GPUs are {VISIBLE}={','.join(gpus)}",
-                    )  # fmt: skip
+                    )
             others = 0 if group.num_engines is None else settings.rollout_num_engines - group.num_engines
             of_group = kind.starts(
                 group_settings(settings, model, group), share, number, others=others, worker_type=group.worker_type

@@ -67,6 +67,10 @@ class ModelSettings:
             else f"{FLAG} {self.sglang_config}"
         )
 
+    def place_of(self, group: EngineGroup) -> str:
+        """Returns the place of a group in the file, for errors; for the short form that flag, which has no places."""
+        return f"{self.models_source}: {group.place}" if self.sglang_config else self.models_source
+
     def check_models(self) -> None:
         """Sets the numbers of GPUs and engines to the sums of --sglang-config, and checks each group's settings.
 
@@ -106,10 +110,13 @@ class ModelSettings:
             for group in model.groups:
                 try:
                     of_group = group_settings(settings, model, group)
+                    if group.num_gpus is not None and settings.rollout_engine == "auto":
+                        next(kind for name, kind in KINDS.items() if not counted_by_engines(name)).check(of_group)
                 except ConfigError as error:
-                    raise error.at(f"{source}: {group.place}") from None
+                    raise error.at(self.place_of(group)) from None
                 if group.worker_type != REGULAR:
-                    refuse_in_pairs(of_group, f"{source}: {group.place}.worker_type {group.worker_type}")
+                    worker = f".worker_type {group.worker_type}" if self.sglang_config else ""
+                    refuse_in_pairs(of_group, f"{self.place_of(group)}{worker}")
 
     def _check_reward_url(self, rm_url: str | None) -> None:
         if rm_url is None or not rm_url.startswith(f"{MODEL_SCHEME}://"):
@@ -132,24 +139,30 @@ def _sum_up(settings: RolloutSettings, name: str, default: int | None, total: in
 
 def check_group(kind: EngineKind, settings: RolloutSettings, group: EngineGroup) -> None:
     """Raises ConfigError for a group that cannot be of engines of this kind, by their number or their worker type."""
+    if settings.sglang_config is None and group.worker_type not in kind.worker_types:
+        raise InvalidSetting.conflict(
+            f"--rollout-engine {kind.name}", settings.models_source, f"{kind.title} does all of a request itself"
+        )
     by_number = counted_by_engines(kind.name)
     if by_number != (group.num_gpus is None):
         raise InvalidSetting.requires(
             f"--rollout-engine {kind.name}",
-            f"{'num_engines' if by_number else 'num_gpus'} in {settings.models_source}: {group.place}",
+            f"{'num_engines' if by_number else 'num_gpus'} in {settings.place_of(group)}",
             f"{kind.title} is counted by {'engines' if by_number else 'GPUs'}",
         )
     if group.worker_type not in kind.worker_types:
         raise NotAvailable.unavailable(
-            f"{settings.models_source}: {group.place}.worker_type {group.worker_type}",
+            f"{settings.place_of(group)}.worker_type {group.worker_type}",
             f"{kind.title} does all of a request itself", f"worker_type: {REGULAR}",
         )  # fmt: skip
 
 
 def refuse_in_pairs(settings: RolloutSettings, place: str) -> None:
     """Raises InvalidSetting for settings that engines which hand requests over do not have."""
+    nuclei = "the engine that decodes lacks the nucleus of the first token"
     for name, wanted, reason in (
-        ("rollout_top_k", settings.samples_from_nuclei, "the engine that decodes lacks the nucleus of the first token"),
+        ("rollout_top_p", settings.rollout_top_p < 1, nuclei),
+        ("rollout_top_k", settings.rollout_top_k > 0, nuclei),
         ("use_rollout_routing_replay", settings.use_rollout_routing_replay, "it lacks the experts of the prompt"),
         ("offload_rollout", settings.offloads, "the memory that is handed over has to stay where it is"),
         ("deterministic", settings.deterministic, "its batches depend on when requests are handed over"),
@@ -179,7 +192,7 @@ def group_settings(settings: RolloutSettings, model: ConfiguredModel, group: Eng
     if group.overrides:
         from slime.rollout.engines.sglang.flags import check
 
-        args |= check(group.overrides)
+        args |= check(group.overrides, f"{group.place}.overrides")
     return dataclasses.replace(
         settings, **of_model, sglang_config=None, prefill_num_servers=None, hf_checkpoint=model.path,
         rollout_num_gpus=group.num_gpus, rollout_num_engines=group.num_engines or 1,

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.engines.sglang.installed import server_flags
 from slime.rollout.engines.sglang.read_flags import ServerFlag
-from slime.rollout.engines.sglang.reserved import RESERVED, refuse_reserved
+from slime.rollout.engines.sglang.reserved import RESERVED, RESERVED_IN_FILE, refuse_reserved
 from slime.types.errors import InvalidSetting, UnknownFlag, nearest
 
 PREFIX = "sglang-"
@@ -90,7 +90,7 @@ def check(args: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         if flag is None:
             raise _unknown_key(name, flags, place) if place else _unknown(name, flags)
         spelling = f"{place}.{key}" if place else f"--{PREFIX}{name}"
-        refuse_reserved(flag.name, spelling, value)
+        refuse_reserved(flag.name, spelling, value, RESERVED_IN_FILE if place else RESERVED)
         if name.startswith("no-") and name not in flags:
             value = not _value(spelling, flag, value)
         checked[flag.name.replace("-", "_")] = _value(spelling, flag, value)

@@ -48,10 +48,25 @@ RESERVED: dict[str, str] = {
     "use-ray": OTHER_SERVER,
 }
 
+GROUPS_GPUS = "give num_gpus_per_engine of the group"
+GPUS_IN_TURN = "groups get the GPUs in the order in which the file has them"
+# What to use instead in the file of --sglang-config, where that is not the same.
+RESERVED_IN_FILE: dict[str, str] = RESERVED | {
+    "model-path": "give model_path of the model",
+    "config": "give its flags as overrides",
+    "tp-size": GROUPS_GPUS,
+    "nnodes": GROUPS_GPUS,
+    "node-rank": GROUPS_GPUS,
+    "dist-init-addr": GROUPS_GPUS,
+    "base-gpu-id": GPUS_IN_TURN,
+    "gpu-id-step": GPUS_IN_TURN,
+    "disaggregation-mode": "give worker_type of the group",
+}
 
-def refuse_reserved(name: str, flag: str, value: Any) -> None:
+
+def refuse_reserved(name: str, flag: str, value: Any, reserved: Mapping[str, str] = RESERVED) -> None:
     """Raises InvalidSetting if the run itself sets the flag `name` (no alias). flag: as the user typed it."""
-    instead = RESERVED.get(name)
+    instead = reserved.get(name)
     if instead is not None:
         message = f"{flag} cannot be set, because the run sets it: {instead}"
         raise InvalidSetting(message, field=flag, value=value, expected=instead)
