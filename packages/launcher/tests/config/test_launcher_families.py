@@ -8,7 +8,6 @@ import pytest
 
 from slime.launcher.config import run_config
 from slime.launcher.config.catalogue import training_parser
-from slime.launcher.config.checks.run import check_served_models
 from slime.launcher.config.run_config import RunConfig
 from slime.types.errors import ConfigError, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
 
@@ -67,25 +66,6 @@ def test_files_and_flags_of_sglang_add_up(tmp_path: Path) -> None:
         config_file.write_text(text)
         with pytest.raises(error):
             parse("--config", str(config_file))
-
-
-@pytest.mark.parametrize(
-    "group, message",
-    [("num_gpus: 2, num_gpus_per_engine: 2", "num_gpus_per_engine 2"), ("PAIR", "worker_type prefill")],
-)
-def test_the_trainers_log_probs_are_those_of_engines_with_one_gpu_each(
-    tmp_path: Path, group: str, message: str
-) -> None:
-    pair = "{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}"
-    groups = pair if group == "PAIR" else f"{{{group}}}"
-    config_file = tmp_path / "models.yaml"
-    config_file.write_text(f"sglang: [{{name: policy, server_groups: [{groups}]}}]")
-    config = parse("--sglang-config", str(config_file))
-    check_served_models(config.rollout, {"true_on_policy_mode": False})
-    with pytest.raises(
-        InvalidSetting, match=f"--true-on-policy-mode and {message} in --sglang-config .*: model policy"
-    ):
-        check_served_models(config.rollout, {"true_on_policy_mode": True})
 
 
 def test_a_training_command_line_is_known_to_tools_too() -> None:

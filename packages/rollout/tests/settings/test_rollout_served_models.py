@@ -214,7 +214,7 @@ def judge_with(**group: Any) -> list[Any]:
         ([POLICY, JUDGE | {"name": "x" * 101}], InvalidFile, "sglang[1].name must be a name of at most 100 characters"),
         ([POLICY, JUDGE | {"name": ["x"]}], InvalidFile, "sglang[1].name must be a name of letters"),
         (judge_with(num_gpus=1, overrides={"tensor-parallel-size": 2}), InvalidSetting,
-         "overrides.tensor-parallel-size cannot be set, because the run sets it: give num_gpus_per_engine of the group"),
+         "overrides.tensor-parallel-size cannot be set, because the run sets it: give num_gpus_per_engine of the"),
         (judge_with(num_gpus=1, overrides={"model_path": "x"}), InvalidSetting,
          "overrides.model_path cannot be set, because the run sets it: give model_path of the model"),
     ],

@@ -11,10 +11,9 @@ from slime.converters.megatron.flags import MegatronSettings
 from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.checks.engine_weights import are_plain
 from slime.launcher.config.checks.loop import FULLY_ASYNC_FUNCTION, imply_debugging
-from slime.rollout.engines.registry import KINDS
+from slime.launcher.config.checks.on_policy import engine_kernels, refuse_other_kernels
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
-from slime.types.setting_values import flag_name
 
 MEGATRON_SETTINGS = (
     *(field.name for field in dataclasses.fields(MegatronSettings)),
@@ -46,12 +45,8 @@ def imply(values: dict[str, Any]) -> None:
 
 def _use_invariant_kernels(values: dict[str, Any]) -> None:
     """Sets the engines' flags for --true-on-policy-mode. Raises InvalidSetting for other kernels, and several GPUs."""
-    engine = values.get("rollout_engine", "auto")
-    kernels: dict[str, Any] = {}
-    for kind in KINDS.values():
-        if engine in ("auto", kind.name):
-            kernels |= kind.invariant_kernels
-    if not kernels or values.get("train_backend", "fsdp") != "fsdp" or values.get("rollout_external_engine_addrs"):
+    kernels = engine_kernels(values)
+    if not kernels:
         return
     if (values.get("rollout_num_gpus_per_engine") or 1) > 1:
         raise InvalidSetting.conflict(
@@ -59,11 +54,8 @@ def _use_invariant_kernels(values: dict[str, Any]) -> None:
             as_typed("rollout_num_gpus_per_engine", values["rollout_num_gpus_per_engine"]),
             "sums over several GPUs round differently from the trainer's",
         )
-    args = values["sglang_args"] = dict(values.get("sglang_args") or {})
-    for name, needed in kernels.items():
-        if args.setdefault(name, needed) != needed:
-            given = f"{flag_name(f'sglang_{name}')} {args[name]}"
-            raise InvalidSetting.conflict("--true-on-policy-mode", given, f"the trainer has the kernels of {needed}")
+    values["sglang_args"] = kernels | dict(values.get("sglang_args") or {})
+    refuse_other_kernels(kernels, values["sglang_args"])
 
 
 def share_optimizer(values: dict[str, Any]) -> None:

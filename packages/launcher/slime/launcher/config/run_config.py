@@ -24,13 +24,8 @@ from slime.launcher.config.advice import refuse_without_effect
 from slime.launcher.config.catalogue import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
 from slime.launcher.config.checks.megatron import check_megatron, check_model
 from slime.launcher.config.checks.plugins import check_plugins
-from slime.launcher.config.checks.run import (
-    check_files,
-    check_learning,
-    check_run,
-    check_served_models,
-    check_tensor_parallel,
-)
+from slime.launcher.config.checks.run import check_files, check_learning, check_run, check_tensor_parallel
+from slime.launcher.config.checks.served_models import check_served_models, check_trained_engines
 from slime.launcher.config.completion import with_needs_of_training
 from slime.launcher.config.derived import decay_over_run, imply, share_optimizer
 from slime.launcher.config.eval_config import apply_eval_config
@@ -175,6 +170,7 @@ def parse(
     )  # fmt: skip
     refuse_without_effect(config)
     check_run(config.flat)
+    check_trained_engines(config.rollout, config.flat)
     decay_over_run(config.trainer, config.flat, config.launcher.num_rollout)
     check_megatron(config.launcher, given(config.megatron))
     if spelled.get("rollout_num_gpus_per_engine", ("",))[0] == "--sglang-tp-size":

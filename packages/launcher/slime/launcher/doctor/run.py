@@ -8,7 +8,8 @@ from pathlib import Path
 from slime.converters.megatron.flags import given
 from slime.launcher.config.advice import advice
 from slime.launcher.config.checks.megatron import check_model
-from slime.launcher.config.checks.run import check_inputs, check_learning, check_other_files, check_served_models
+from slime.launcher.config.checks.run import check_inputs, check_learning, check_other_files
+from slime.launcher.config.checks.served_models import check_served_models
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
 from slime.launcher.run_directory.earlier_run import check_unused

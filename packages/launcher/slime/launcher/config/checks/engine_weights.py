@@ -13,12 +13,7 @@ from slime.rollout.engines.registry import KINDS
 from slime.types.errors import InvalidSetting, NotAvailable
 from slime.types.setting_values import flag_name
 
-
-def check_weight_transport(args: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting or NotAvailable for a transport that the engines do not have; `args` is flat."""
-    _check_pipeline_stages(args)
-    _check_deltas(args)
-    _refuse_adapters_of_engines(args)
+PLAIN_LAYERS = "--sglang-json-model-override-args '{\"quantization_config\": null}'"
 
 
 def check_quantization(args: Mapping[str, Any]) -> None:
@@ -26,21 +21,31 @@ def check_quantization(args: Mapping[str, Any]) -> None:
 
     args: flat. For an engine that is chosen later, the plan calls `refuse_quantized`.
     """
-    directory, external = args["hf_checkpoint"], bool(args["rollout_external_engine_addrs"])
-    kind = KINDS.get(args["rollout_engine"])
-    if kind is not None and not external:
+    directory, kind = args["hf_checkpoint"], KINDS.get(args["rollout_engine"])
+    if kind is not None and not args["rollout_external_engine_addrs"]:
         refuse_quantized(directory, kind)
-    config = _config(directory)
     if args["update_weight_quantization"] == "auto":
-        updatable(config, f"--hf-checkpoint {directory}")
+        updatable(_config(directory), f"--hf-checkpoint {directory}")
+
+
+def check_plain_layers(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting if engines would hold the layers of a quantized model in another form than updates have.
+
+    args: flat, with the flags of SGLang's server for these engines.
+    """
+    directory, quantized = args["hf_checkpoint"], args["update_weight_quantization"] == "auto"
+    plain = are_plain(args["sglang_args"].get("json_model_override_args"))
+    if args["rollout_external_engine_addrs"] or plain != quantized or quantization_of(_config(directory)) is None:
         return
-    overrides = args["sglang_args"].get("json_model_override_args")
-    if quantization_of(config) is not None and not external and not are_plain(overrides):
+    if quantized:
         raise InvalidSetting.requires(
-            "--update-weight-quantization none",
-            "--sglang-json-model-override-args '{\"quantization_config\": null}'",
-            f"engines would put plain weights into the quantized layers of --hf-checkpoint {directory}",
-        )
+            PLAIN_LAYERS, "--update-weight-quantization none",
+            f"updates are quantized as config.json of --hf-checkpoint {directory} says",
+        )  # fmt: skip
+    raise InvalidSetting.requires(
+        "--update-weight-quantization none", PLAIN_LAYERS,
+        f"engines would put plain weights into the quantized layers of --hf-checkpoint {directory}",
+    )  # fmt: skip
 
 
 def refuse_quantized(directory: str, kind: EngineKind) -> None:
@@ -68,8 +73,9 @@ def _config(directory: str) -> dict[str, Any]:
     return config
 
 
-def _check_pipeline_stages(args: Mapping[str, Any]) -> None:
-    """Refuses GPU-to-GPU weight updates for engines with pipeline stages, since each stage has its own group."""
+def check_pipeline_stages(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for GPU-to-GPU weight updates of engines with pipeline stages, since each stage has its own
+    group; `args` is flat."""
     stages, transport = int(args["sglang_args"].get("pp_size") or 1), args["update_weight_transport"]
     if stages > 1 and transport != "disk":
         raise InvalidSetting.requires(
@@ -79,8 +85,9 @@ def _check_pipeline_stages(args: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_adapters_of_engines(args: Mapping[str, Any]) -> None:
-    """Refuses SGLang's flags of LoRA where LoRA trains: engines hold no adapter that they could apply to."""
+def refuse_adapters(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for SGLang's flags of LoRA where LoRA trains: engines hold no adapter that they could apply
+    to. `args` is flat."""
     if not args["lora_rank"]:
         return
     for name, value in args["sglang_args"].items():
@@ -91,8 +98,9 @@ def _refuse_adapters_of_engines(args: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _check_deltas(args: Mapping[str, Any]) -> None:
-    """Refuses weight deltas that the engines cannot take; for engines that are chosen later, the trainer does."""
+def check_deltas(args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting or NotAvailable for weight deltas that the engines cannot take; `args` is flat. For engines
+    that are chosen later, the trainer does."""
     if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
         raise InvalidSetting.conflict(
             "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",

@@ -7,9 +7,11 @@ from typing import Any
 
 from slime.converters.families import read_config
 from slime.launcher.config.catalogue import as_typed
+from slime.rollout.engines.registry import KINDS
 from slime.trainer.settings.on_policy import check_engine_layers, uses_engine_kernels
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
+from slime.types.setting_values import flag_name
 
 
 def check_on_policy(args: Mapping[str, Any]) -> None:
@@ -33,6 +35,28 @@ def check_on_policy(args: Mapping[str, Any]) -> None:
     ):
         if conflicts:
             raise InvalidSetting.conflict("--true-on-policy-mode", as_typed(name, args[name]), reason)
+
+
+def engine_kernels(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags of SGLang's server that choose the kernels of the trainer, by name; none where the trainer does
+    not compute the engines' log-probs bit for bit.
+
+    args: settings by their names, not all of which need be set.
+    """
+    on_policy = args.get("true_on_policy_mode") is True and args.get("train_backend", "fsdp") == "fsdp"
+    kernels: dict[str, Any] = {}
+    for kind in KINDS.values() if on_policy and not args.get("rollout_external_engine_addrs") else ():
+        if args.get("rollout_engine", "auto") in ("auto", kind.name):
+            kernels |= kind.invariant_kernels
+    return kernels
+
+
+def refuse_other_kernels(kernels: Mapping[str, Any], sglang_args: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting for engines with other kernels than these."""
+    for name, needed in kernels.items():
+        if name in sglang_args and sglang_args[name] != needed:
+            given = f"{flag_name(f'sglang_{name}')} {sglang_args[name]}"
+            raise InvalidSetting.conflict("--true-on-policy-mode", given, f"the trainer has the kernels of {needed}")
 
 
 def check_on_policy_model(trainer: TrainerSettings, *, on_gpu: bool) -> None:

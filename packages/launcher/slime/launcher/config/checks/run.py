@@ -18,17 +18,16 @@ from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.postgres_session import look
 from slime.converters.torch_dist.directory import is_torch_dist
 from slime.launcher.config.catalogue import as_typed
-from slime.launcher.config.checks.engine_weights import check_quantization, check_weight_transport
+from slime.launcher.config.checks.engine_weights import check_deltas, check_quantization
 from slime.launcher.config.checks.loop import check_loop, check_recordings
 from slime.launcher.config.checks.on_policy import check_on_policy
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.metrics.sinks.registry import check_trackers
 from slime.launcher.run_directory.writable import check_places
-from slime.rollout.engines.kind import REGULAR, EngineKind
+from slime.rollout.engines.kind import EngineKind
 from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.rewards.registry import may_return_dict
-from slime.rollout.settings.model_file import ConfiguredModel
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.trainer.settings.adapters import check_adapter, check_rank, refuse_adapter
 from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
@@ -109,10 +108,6 @@ def check_run(args: Mapping[str, Any]) -> None:
         raise InvalidSetting.conflict(
             "--train-backend megatron", "--multimodal-keys", "its models read text only; use --train-backend fsdp"
         )
-    if args["multimodal_keys"] and args["sglang_args"].get("skip_tokenizer_init"):
-        raise InvalidSetting.conflict(
-            "--sglang-skip-tokenizer-init", "--multimodal-keys", "the engine's tokenizer makes the tokens of images"
-        )
     _check_reward_key(args)
     _check_teacher(args)
     check_trackers(args)
@@ -120,7 +115,7 @@ def check_run(args: Mapping[str, Any]) -> None:
         raise _requires(args, "metrics_host", "--metrics-port N")
     check_on_policy(args)
     _check_nuclei(args)
-    check_weight_transport(args)
+    check_deltas(args)
     _check_batch(args)
 
 
@@ -203,31 +198,6 @@ def check_learning(args: Mapping[str, Any], trainer: TrainerSettings) -> None:
     if args["num_rollout"] != 0 and not args["debug_rollout_only"]:
         refuse_groups_of_one(trainer)
         refuse_nuclei_without_gradient(trainer)
-
-
-def check_served_models(rollout: RolloutSettings, args: Mapping[str, Any]) -> None:
-    """Raises MissingFile or InvalidFile for a model of --sglang-config that is not one, and InvalidSetting for engines
-    of the trained model that --true-on-policy-mode cannot have. args: every setting by its name."""
-    for model in rollout.served_models:
-        place = f"{rollout.models_source}: model {model.name}"
-        if not model.trained:
-            check_model(place, Path(model.path), tokenizer=True)
-        elif args["true_on_policy_mode"]:
-            _check_on_policy_groups(model, place)
-
-
-def _check_on_policy_groups(model: ConfiguredModel, place: str) -> None:
-    for group in model.groups:
-        if group.num_gpus_per_engine > 1:
-            raise InvalidSetting.conflict(
-                "--true-on-policy-mode", f"num_gpus_per_engine {group.num_gpus_per_engine} in {place}",
-                "sums over several GPUs round differently from the trainer's",
-            )  # fmt: skip
-        if group.worker_type != REGULAR:
-            raise InvalidSetting.conflict(
-                "--true-on-policy-mode", f"worker_type {group.worker_type} in {place}",
-                "no test compares the log-probs of pairs of engines with the trainer's",
-            )  # fmt: skip
 
 
 def check_tensor_parallel(rollout: RolloutSettings) -> None:

@@ -50,7 +50,7 @@ RESERVED: dict[str, str] = {
 
 GROUPS_GPUS = "give num_gpus_per_engine of the group"
 GPUS_IN_TURN = "groups get the GPUs in the order in which the file has them"
-# What to use instead in the file of --sglang-config, where that is not the same.
+# The file of --sglang-config has keys of its own for some of these.
 RESERVED_IN_FILE: dict[str, str] = RESERVED | {
     "model-path": "give model_path of the model",
     "config": "give its flags as overrides",
