@@ -9,7 +9,7 @@ trained on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.rollout.settings.rollout import LOSS_MASK_TYPES
@@ -79,10 +79,13 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def _at_once(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[int], list[int]]:
+        for message in messages:
+            if any(mark in text for text in _texts(message) for mark in (TURN, END)):
+                raise InvalidField("messages", message, f"messages without {TURN} and {END}, which delimit turns")
         text = self._text(messages, tools)
         answers = [message for message in messages if message["role"] == "assistant"]
         if text.count(ANSWER) != len(answers) or text.count(TURN) != text.count(END):
-            expected = f"a template that writes {TURN}ROLE and {END} once per turn, and messages without these words"
+            expected = f"a template that writes {TURN}ROLE and {END} once per turn"
             raise InvalidField("messages", text, expected)
         trained, start = bytearray(len(text)), 0
         for message in answers:
@@ -121,6 +124,15 @@ class MultiTurnLossMaskGenerator:
     def _text(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
         text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields every text in a message, such as its content, its reasoning and the arguments of its calls."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, Sequence)) and not isinstance(value, (bytes, bytearray)):
+        for each in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts(each)
 
 
 def _trained(message: Message) -> int:
