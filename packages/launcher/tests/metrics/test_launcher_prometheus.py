@@ -128,6 +128,15 @@ def test_a_host_requires_a_port() -> None:
         run_config.parse(words, check=False, environment={})
 
 
+def test_an_engine_that_gets_no_updates_has_no_weight_version_to_raise_an_alarm() -> None:
+    policy = Engine("engine-0", "", "embedded", healthy=True, weight_version=3, model="policy")
+    judge = Engine("engine-1", "", "embedded", healthy=False, weight_version=0, model="judge", keeps_weights=True)
+    families = about_rollout(SimpleNamespace(status=lambda: RolloutStatus([policy, judge], 3, 1)))
+    shown = {family.name: [(*sample.labels.values(), sample.value) for sample in family.samples] for family in families}
+    assert shown["slime_engine_weight_version"] == [("engine-0", 3)]
+    assert shown["slime_engine_healthy"] == [("engine-0", 1), ("engine-1", 0)]
+
+
 def test_every_query_of_the_dashboard_is_of_something_exported(exporter: PrometheusServer) -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]

@@ -23,7 +23,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def status(*awaits: bool, restarts: int = 0) -> RolloutStatus:
     engines = [Engine(f"engine-{i}", "", "", True, 0, awaits_weights=value) for i, value in enumerate(awaits)]
-    return RolloutStatus(engines, 0, 0, restarts)
+    return RolloutStatus(engines, 0, 0, restarts, trained_engine_restarts=restarts)
 
 
 def watch(statuses: list[Any], send: Any = lambda: None) -> list[int]:
@@ -67,23 +67,25 @@ def test_a_transfer_that_fails_is_repeated_a_bounded_number_of_times() -> None:
 
 class Rollout:
     def __init__(self) -> None:
-        self.restarts = 0
+        self.restarts = self.of_judges = 0
 
     def status(self) -> RolloutStatus:
-        return status(restarts=self.restarts)
+        return RolloutStatus([], 0, 0, self.restarts + self.of_judges, trained_engine_restarts=self.restarts)
 
 
 class Trainer:
-    """Fails `failures` times; engine_dies: because an engine is lost."""
+    """Fails `failures` times; engine_dies: because an engine is lost. judge_dies: one of another model is, too."""
 
-    def __init__(self, rollout: Rollout, failures: int, engine_dies: bool) -> None:
-        self.rollout, self.failures, self.engine_dies = rollout, failures, engine_dies
+    def __init__(self, rollout: Rollout, failures: int, engine_dies: bool, judge_dies: bool = False) -> None:
+        self.rollout, self.failures = rollout, failures
+        self.engine_dies, self.judge_dies = engine_dies, judge_dies
         self.versions: list[int] = []
 
     def update_weights(self, version: int, timeout: float) -> dict[str, float]:
         self.versions.append(version)
         if len(self.versions) <= self.failures:
             self.rollout.restarts += self.engine_dies
+            self.rollout.of_judges += self.judge_dies
             raise EngineError("rank 0 to engine engine-0: connection reset")
         return {"perf/update_weights_bytes": 1.0}
 
@@ -99,10 +101,12 @@ def updates_of(
     return updates, trainer
 
 
-@pytest.mark.parametrize("engine_dies", [True, False])
-def test_an_update_is_repeated_where_an_engine_was_lost_in_it(tmp_path: Path, engine_dies: bool) -> None:
+@pytest.mark.parametrize("engine_dies, judge_dies", [(True, False), (True, True), (False, False), (False, True)])
+def test_an_update_is_repeated_where_an_engine_was_lost_in_it(
+    tmp_path: Path, engine_dies: bool, judge_dies: bool
+) -> None:
     rollout = Rollout()
-    ranks = [Trainer(rollout, 2, engine_dies), Trainer(rollout, 2, False)]
+    ranks = [Trainer(rollout, 2, engine_dies, judge_dies), Trainer(rollout, 2, False)]
     updates, _ = updates_of(tmp_path, ranks, rollout)
     if engine_dies:
         assert updates.send(4) == {"perf/update_weights_bytes": 1.0}

@@ -68,7 +68,7 @@ class EngineCalls(rollout_pb2_grpc.RolloutServiceServicer):
             rollout_pb2.Engine(
                 name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
                 healthy=member.healthy, tp_size=member.abilities.tp_size, in_flight=fleet.router.load_of(member),
-                model=name,
+                model=name, keeps_weights=True,
             )
             for name, fleet in self.state.models.items()
             for member in fleet.members

@@ -82,6 +82,7 @@ class RolloutService(EngineCalls):
             running_rollouts=self._jobs.count,
             engine_restarts=self.num_lost,
             restarts_engines=self.fleet.restarts is not None or self.engines_may_join,
+            trained_engine_restarts=self.fleet.num_lost,
         )
 
     def Generate(

@@ -9,8 +9,9 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import pytest
 from rollout_tiny_model import write_tiny_model
 
@@ -21,11 +22,13 @@ from slime.rollout.launch import close_state, open_state
 from slime.rollout.models import model_url
 from slime.rollout.models.addresses import reward_url
 from slime.rollout.on_policy_distillation import reward_func
+from slime.rollout.service import RolloutService
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sglang_rollout import get_model_url
 from slime.types import Sample
 from slime.types.errors import EngineError, InvalidSetting, MissingFile, NotFound
 from slime.utils.http_utils import post
+from slime.v1 import rollout_pb2
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
 
@@ -119,7 +122,7 @@ def test_weight_updates_are_for_the_trained_model_alone(state: RolloutState) -> 
     on_loop(state.fleet, weights.abort(weights.version + 1, "the test ends"))
 
 
-def test_a_lost_engine_of_a_frozen_model_comes_back_with_its_own_weights(state: RolloutState) -> None:
+def test_a_lost_engine_of_a_frozen_model_comes_back_with_its_own_weights(state: RolloutState, directory: Path) -> None:
     (judge,) = state.models.values()
     state.fleet.weights_as_started = False  # as after a weight update of the policy
     before = ask(model_url(state.args, "judge"))["output_ids"]
@@ -139,6 +142,11 @@ def test_a_lost_engine_of_a_frozen_model_comes_back_with_its_own_weights(state: 
     assert answer["output_ids"][:12] == before
     assert member.engine is not old and not member.awaits_weights and not member.out
     assert judge.num_restarts == 1 and state.fleet.num_restarts == 0 and state.fleet.error is None
+    # The trainer, whose update failed meanwhile, is told that no engine of its own was lost.
+    service = RolloutService(write_config(directory), state, "127.0.0.1:1")
+    status = service.GetStatus(rollout_pb2.GetStatusRequest(), cast(grpc.ServicerContext, None))
+    assert (status.engine_restarts, status.trained_engine_restarts) == (1, 0)
+    assert [(engine.model, engine.keeps_weights) for engine in status.engines] == [("policy", False), ("judge", True)]
 
 
 def test_a_frozen_model_that_is_lost_for_good_ends_the_run(directory: Path) -> None:

@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers", "model")
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers", "model", "keeps_weights")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class Engine(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DELTA_CARRIERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     kind: str
@@ -38,21 +39,24 @@ class Engine(_message.Message):
     in_flight: int
     delta_carriers: _containers.RepeatedScalarFieldContainer[str]
     model: str
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
+    keeps_weights: bool
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., keeps_weights: bool = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("engines", "weight_version", "running_rollouts", "engine_restarts", "restarts_engines")
+    __slots__ = ("engines", "weight_version", "running_rollouts", "engine_restarts", "restarts_engines", "trained_engine_restarts")
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_ENGINE_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[Engine]
     weight_version: int
     running_rollouts: int
     engine_restarts: int
     restarts_engines: bool
-    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ..., engine_restarts: _Optional[int] = ..., restarts_engines: bool = ...) -> None: ...
+    trained_engine_restarts: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., weight_version: _Optional[int] = ..., running_rollouts: _Optional[int] = ..., engine_restarts: _Optional[int] = ..., restarts_engines: bool = ..., trained_engine_restarts: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("writer", "rollout_id", "num_groups", "pace", "without_summary_metrics")

@@ -152,12 +152,14 @@ def about_buffer(client: Any) -> list[Metric]:
 def about_rollout(client: Any) -> list[Metric]:
     status = client.status()
     healthy = {engine.name: engine.healthy for engine in status.engines}
-    versions = {engine.name: engine.weight_version for engine in status.engines}
+    versions = {engine.name: engine.weight_version for engine in status.engines if not engine.keeps_weights}
     return [
         GaugeMetricFamily("slime_rollout_running", "Generate and Evaluate calls that run", status.running_rollouts),
         GaugeMetricFamily("slime_weight_version", "Weight version of the engines", status.weight_version),
         _labelled("slime_engine_healthy", "Whether the engine answers", "engine", healthy),
-        _labelled("slime_engine_weight_version", "Weight version of each engine", "engine", versions),
+        _labelled(
+            "slime_engine_weight_version", "Weight version of each engine of the trained model", "engine", versions
+        ),
     ]
 
 

@@ -114,8 +114,8 @@ class WeightUpdates:
                 raise result
 
     def _restarts(self) -> tuple[int, int]:
-        """Returns the number of repairs of services, and of restarts of engines."""
-        engines = self._supervisor.call(self._rollout.status).engine_restarts
+        """Returns the number of repairs of services, and of restarts of engines that get these weights."""
+        engines = self._supervisor.call(self._rollout.status).trained_engine_restarts
         repeats = self._supervisor.repeats
         return 0 if repeats is None else repeats.wait_until_whole(), engines
 

@@ -28,7 +28,7 @@ class Engine:
     --update-weight-transport that it supports, the best one first. awaits_weights: it was started again or has joined,
     and serves once it has been sent weights. in_flight: samples that it generates or has queued. delta_carriers: see
     `slime.types.weight_deltas.CARRIERS`; empty for one that takes whole weights only. model: the name of its model in
-    a run that serves several.
+    a run that serves several. keeps_weights: whether its model is another than the trained one, and gets no updates.
     """
 
     name: str
@@ -43,19 +43,21 @@ class Engine:
     in_flight: int = 0
     delta_carriers: tuple[str, ...] = ()
     model: str = ""
+    keeps_weights: bool = False
 
 
 @dataclass(frozen=True)
 class RolloutStatus:
     """The status of a rollout service. engine_restarts: how often an engine died or hung, and was started again or
     left the run, since the service began. restarts_engines: whether engines may be started again or join while the run
-    goes on."""
+    goes on. trained_engine_restarts: those of engine_restarts that were engines of the trained model."""
 
     engines: list[Engine]
     weight_version: int
     running_rollouts: int
     engine_restarts: int = 0
     restarts_engines: bool = False
+    trained_engine_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,13 @@ class RolloutClient(Client):
 
     def status(self) -> RolloutStatus:
         answer = self._call("GetStatus", rollout_pb2.GetStatusRequest())
-        engines = _engines(answer.engines)
         return RolloutStatus(
-            engines, answer.weight_version, answer.running_rollouts, answer.engine_restarts, answer.restarts_engines
+            _engines(answer.engines),
+            answer.weight_version,
+            answer.running_rollouts,
+            answer.engine_restarts,
+            answer.restarts_engines,
+            answer.trained_engine_restarts,
         )
 
     def generate(
@@ -240,6 +246,7 @@ def _engines(messages: Any) -> list[Engine]:
             m.in_flight,
             tuple(m.delta_carriers),
             m.model,
+            m.keeps_weights,
         )  # fmt: skip
         for m in messages
     ]
