@@ -146,15 +146,6 @@ def test_each_model_of_a_file_is_checked(tmp_path: Path) -> None:
     assert f"--sglang-config {file}: sglang must be a list of models, got 3" in wrong
 
 
-def test_what_a_run_refuses_in_a_file_of_models_is_found(tmp_path: Path) -> None:
-    model, file = write_model(tmp_path / "policy"), tmp_path / "models.yaml"
-    file.write_text("sglang: [{name: policy, server_groups: [{num_gpus: 2, num_gpus_per_engine: 2}]}]\n")
-    words = ("--hf-checkpoint", str(model), "--sglang-config", str(file), "--true-on-policy-mode")
-    words = (*words, "--rm-type", "math", "--num-rollout", "1", "--prompt-data", str(write_rows(tmp_path / "r.jsonl")))
-    assert any(f"--true-on-policy-mode and num_gpus_per_engine 2 in --sglang-config {file}" in f
-               for f in failures("run", *words))  # fmt: skip
-
-
 def test_data_is_read_and_the_broken_line_named(tmp_path: Path) -> None:
     good = write_rows(tmp_path / "good.jsonl")
     assert failures("data", "--prompt-data", str(good), "--label-key", "label") == []
