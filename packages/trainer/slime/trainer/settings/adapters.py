@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[int, float]:
     rank, alpha = about.get("r"), about.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise InvalidFile.must_be(f"{place}r", "a whole number of at least 1", got=rank)
-    if type(alpha) not in (int, float):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise InvalidFile.must_be(f"{place}lora_alpha", "a number", got=alpha)
     for name, plain in PLAIN.items():
         if about.get(name) not in (plain, None):
