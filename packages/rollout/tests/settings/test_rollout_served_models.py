@@ -292,6 +292,13 @@ def test_a_reward_url_may_name_a_model_of_the_run(tmp_path: Path) -> None:
     assert settings(tmp_path, EMBEDDED, rm_url="model://judge/v1/score").rm_url == "model://judge/v1/score"
     with pytest.raises(InvalidSetting, match="unknown model of --sglang-config 'jugde'; did you mean judge"):
         settings(tmp_path, EMBEDDED, rm_url="model://jugde/generate")
+    # The trained model, whatever its name; a scheme has no case.
+    settings(tmp_path, EMBEDDED, rm_url="model://default/generate")
+    with pytest.raises(InvalidSetting, match="unknown model of --sglang-config 'nobody'"):
+        settings(tmp_path, EMBEDDED, rm_url="MODEL://nobody/generate")
+    for broken in ("model://[judge/generate", "http://[x"):
+        with pytest.raises(InvalidSetting, match="--rm-url must be a URL"):
+            settings(tmp_path, EMBEDDED, rm_url=broken)
     with pytest.raises(InvalidSetting, match="--rm-url model://judge requires --sglang-config FILE"):
         RolloutSettings(hf_checkpoint="m", rm_url="model://judge")
 

@@ -119,13 +119,19 @@ class ModelSettings:
                     refuse_in_pairs(of_group, f"{self.place_of(group)}{worker}")
 
     def _check_reward_url(self, rm_url: str | None) -> None:
-        if rm_url is None or not rm_url.startswith(f"{MODEL_SCHEME}://"):
+        if rm_url is None:
+            return
+        try:
+            parts = urlsplit(rm_url)
+        except ValueError as error:
+            raise InvalidSetting.must_be("--rm-url", f"a URL ({error})", got=rm_url) from None
+        if parts.scheme != MODEL_SCHEME:
             return
         if self.sglang_config is None:
             raise InvalidSetting.requires(f"--rm-url {rm_url}", f"{FLAG} FILE", "the file names the models of the run")
-        known = [model.name for model in self.served_models]
-        if (name := urlsplit(rm_url).netloc) not in known:
-            raise InvalidSetting.unknown(f"model of {FLAG}", name, known, field=f"--rm-url {rm_url}")
+        known = list(dict.fromkeys([*(model.name for model in self.served_models), DEFAULT_MODEL]))
+        if parts.netloc not in known:
+            raise InvalidSetting.unknown(f"model of {FLAG}", parts.netloc, known, field=f"--rm-url {rm_url}")
 
 
 def _sum_up(settings: RolloutSettings, name: str, default: int | None, total: int) -> None:
