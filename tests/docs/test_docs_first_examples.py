@@ -9,12 +9,12 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kept_ports import kept_port
 
 from pages import ROOT, blocks, content
 
@@ -52,7 +52,7 @@ def script(parts: list[tuple[str, str]], model: Path) -> str:
     """One bash script; what it started in the background ends with it."""
     lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
     text = "\n".join(text for _, text in parts)
-    free = {port: free_port() for port in PORTS if port in text}
+    free = {port: str(kept_port()) for port in PORTS if port in text}
     started = "".join(text for language, text in parts if language == "bash")
     for language, text in parts:
         for port, other in free.items():
@@ -65,12 +65,6 @@ def script(parts: list[tuple[str, str]], model: Path) -> str:
         elif language == "bash":
             lines.append(re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", text, flags=re.M))
     return "\n".join(lines) + "\n"
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

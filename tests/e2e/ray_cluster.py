@@ -7,7 +7,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+from kept_ports import kept_port
 
 from tiny_runs import command_line, wait_for
 
@@ -27,12 +27,6 @@ from ray._raylet import GcsClient
 nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60).values()
 print(*(node.node_manager_address for node in nodes if node.state == 0))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class RayNode:
@@ -50,7 +44,7 @@ class RayNode:
         self.log = cluster.directory / f"{host}.log"
         command = [
             *RAY, "start", "--block", "--node-ip-address", host, "--num-cpus", "2", "--disable-usage-stats",
-            "--object-store-memory", str(100 << 20), "--dashboard-agent-listen-port", str(free_port()), *flags,
+            "--object-store-memory", str(100 << 20), "--dashboard-agent-listen-port", str(kept_port()), *flags,
         ]  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -99,8 +93,8 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         try:
             head = RayNode(
-                self, "127.0.0.1", "--head", "--port", "0", "--dashboard-port", str(free_port()),
-                "--ray-client-server-port", str(free_port()), "--temp-dir", str(self.directory / "ray"),
+                self, "127.0.0.1", "--head", "--port", "0", "--dashboard-port", str(kept_port()),
+                "--ray-client-server-port", str(kept_port()), "--temp-dir", str(self.directory / "ray"),
             )  # fmt: skip
             self.nodes.append(head)
             self.address = re.search(r"--address='([^']+)'", head.output())[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from buffer_samples import finish
 from buffer_workload import buffer_process, listening, train_everything
+from kept_ports import kept_port
 from postgres_server import PostgresServer, missing, postgres_server
 
 from slime.types.clients import BufferClient
@@ -21,10 +21,8 @@ from slime.types.rpc import RpcSettings
 
 @pytest.fixture
 def port() -> int:
-    """A port that stays reserved: a server that was killed leaves it to the next one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A server that was killed leaves it to the next one."""
+    return kept_port()
 
 
 @pytest.fixture
