@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import textwrap
+import time
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 from rollout_fakes import FakeBuffer, FakeEngine, prompt_groups
 
 from slime.rollout.calls.event_loop import LoopThread
@@ -70,6 +72,34 @@ def test_a_death_between_rollouts_is_noticed(mortal, make_state):
     mortal._process.kill()
     done.result(10)
     assert "SIGKILL" in str(heard[0]) and not state.fleet.members[0].healthy
+
+
+class HangingEngine(FakeEngine):
+    """An engine that answers no health probe. probed: when each arrived, in seconds of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self.probed: list[float] = []
+        super().__init__()
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        self.probed.append(time.monotonic())
+        return await asyncio.get_running_loop().create_future()
+
+
+def test_an_engine_that_let_a_probe_time_out_is_asked_again_at_once():
+    engine, loop = HangingEngine(), LoopThread()
+    fleet = Fleet([engine], loop, FleetOptions(health_interval=1.0, health_timeout=1.0))
+    fleet.start()
+    try:
+        lost = asyncio.run_coroutine_threadsafe(_wait_for_failure(fleet, []), loop.loop)
+        lost.result(60)
+        assert isinstance(fleet.error, EngineError) and "two health probes" in fleet.error.message
+        first, second = engine.probed
+        assert second - first < 2.0
+    finally:
+        fleet.stop()
+        loop.stop()
+        engine.stop()
 
 
 async def _wait_for_failure(fleet: Fleet, heard: list[EngineError]) -> None:

@@ -206,9 +206,11 @@ class WatchedEngines(ChangingMembers):
 
     async def _watch_health(self, member: Member) -> None:
         await asyncio.sleep(self.options.health_first_wait)
-        misses, engine = 0, member.engine
+        misses, engine, begun = 0, member.engine, time.monotonic()
         while self.error is None and not member.left:
-            await asyncio.sleep(self.options.health_interval)
+            # From beginning to beginning: a hanging engine is asked again as soon as its first probe has failed.
+            await asyncio.sleep(begun + self.options.health_interval - time.monotonic())
+            begun = time.monotonic()
             if member.out or member.engine is not engine:
                 # The successor of a lost engine may be back within one interval: it starts without missed probes.
                 misses, engine = 0, member.engine
@@ -223,10 +225,8 @@ class WatchedEngines(ChangingMembers):
                 # A busy engine may miss one probe.
                 misses, member.healthy = misses + 1, False
                 if misses == 2:
-                    await self._lose(
-                        member,
-                        EngineError(f"engine {member.name} failed two health probes: {error}", field=member.name),
-                    )
+                    missed = EngineError(f"engine {member.name} failed two health probes: {error}", field=member.name)
+                    await self._lose(member, missed)
 
     async def _lose(self, member: Member, error: EngineError | None) -> None:
         """Takes a member out of rotation whose process has died or, with `error`, does not answer, and restarts it.
