@@ -9,6 +9,7 @@ import io
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -128,6 +129,61 @@ def test_a_message_can_be_left_out_of_training() -> None:
     ids, mask = masks.get_loss_mask(quiet)
     assert ids == masks.get_loss_mask(CONVERSATION)[0]
     assert masks.get_text_from_loss_mask(ids, mask) == ["no <|e|>"]
+
+
+KINDS = ["qwen", "qwen3", "qwen3_5", "distill_qwen"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", ["1", "0", 2, -1, 0.5, float("nan"), [1]])
+def test_a_mask_of_a_message_that_is_neither_0_nor_1_is_refused(kind: str, value: Any) -> None:
+    masks = MultiTurnLossMaskGenerator(tokenizer(CHATML), kind)
+    messages = [*CONVERSATION[:3], CONVERSATION[3] | {"step_loss_mask": value}]
+    with pytest.raises(InvalidField, match=r"^messages\[3\].step_loss_mask: got .*, expected 0 or 1"):
+        masks.get_loss_mask(messages)
+    with pytest.raises(InvalidField, match=r"^sample 7 \(group 7\): messages\[3\].step_loss_mask: got "):
+        sft_rollout.fill(Sample(index=7, group_index=7, prompt=messages), masks)
+
+
+@pytest.mark.parametrize("value", [None, 1, 1.0, True])
+def test_masks_of_messages_that_parquet_files_fill_up_are_those_of_messages_without(value: Any) -> None:
+    masks = MultiTurnLossMaskGenerator(tokenizer(CHATML))
+    filled = [message | {"step_loss_mask": value} for message in CONVERSATION]
+    assert masks.get_loss_mask(filled) == masks.get_loss_mask(CONVERSATION)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", ["hi", {"content": "hi"}, None, {"role": 1, "content": "hi"}])
+def test_messages_that_are_no_objects_with_a_role_are_named_by_their_place(kind: str, bad: Any) -> None:
+    masks = MultiTurnLossMaskGenerator(tokenizer(CHATML), kind)
+    with pytest.raises(InvalidField, match=r"^messages\[2\]: got .*, expected an object with role and content"):
+        masks.get_loss_mask([*CONVERSATION[:2], bad, CONVERSATION[3]])
+    with pytest.raises(InvalidField, match=r"^sample 4 \(group None\): messages\[2\]: got .*; --input-key"):
+        sft_rollout.fill(Sample(index=4, prompt=[*CONVERSATION[:2], bad, CONVERSATION[3]]), masks)
+    with pytest.raises(InvalidField, match="^messages: got .*, expected a list of objects"):
+        masks.get_loss_mask([])
+    with pytest.raises(InvalidField, match="sample 4 .* at least one of the assistant; --input-key"):
+        sft_rollout.fill(Sample(index=4, prompt=["hi", "yes"]), masks)
+
+
+REFUSES = "{% if messages[0].role != 'user' or messages|length > 1 and messages[1].role == 'user' %}"
+REFUSES = f"{REFUSES}{{{{ raise_exception('Roles must alternate.') }}}}{{% endif %}}{CHATML}"
+
+
+def test_conversations_that_the_template_refuses_are_named_with_its_reason() -> None:
+    masks = MultiTurnLossMaskGenerator(tokenizer(REFUSES), "qwen3_5")
+    system = {"role": "system", "content": "be kind"}
+    for messages in ([system], [system, CONVERSATION[1]]):
+        with pytest.raises(InvalidField, match="^messages: got Roles must alternate., expected messages that the chat"):
+            masks.get_loss_mask(messages)
+    with pytest.raises(InvalidField, match=r"^sample 3 \(group None\): messages: got Roles must alternate"):
+        sft_rollout.fill(Sample(index=3, prompt=messages), masks)
+    with pytest.raises(InvalidSetting, match="--loss-mask-type must be .*, got 'qwen': .*says: Roles must alternate"):
+        MultiTurnLossMaskGenerator(tokenizer(REFUSES), "qwen")
+    with pytest.raises(InvalidField, match=r"^messages\[1\].content: got None, expected text"):
+        MultiTurnLossMaskGenerator(tokenizer(CHATML), "distill_qwen").get_loss_mask(
+            [CONVERSATION[0], {"role": "assistant", "content": None}]
+        )
 
 
 def test_a_distilled_model_trains_on_the_last_turn() -> None:

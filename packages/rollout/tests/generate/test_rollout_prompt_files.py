@@ -61,6 +61,9 @@ def test_data_sets_of_reasoning_gym_are_prompts(tmp_path: Path, monkeypatch: pyt
     [
         ("p.csv", "question\n1\n", InvalidFile, "line 2 must be an object with text .* key 'input'"),
         ("p.csv", "input,metadata\n1,x\n", InvalidFile, r"line 2: 'metadata' must be an object \(--metadata-key\)"),
+        ("p.jsonl", '{"input": ["hi"]}\n', InvalidFile, "line 1: 'input' must be chat messages: objects with a role"),
+        ("p.jsonl", '{"input": [{"content": "hi"}]}\n', InvalidFile, "line 1: 'input' must be chat messages"),
+        ("p.jsonl", '{"input": []}\n', InvalidFile, r"must be chat messages: objects with a role, got \[\]"),
         ("p.json", "{", InvalidFile, "--prompts.*p.json, line 1: not JSON"),
         ("p.jsonl", "\n", InvalidFile, "has no rows"),
         ("p.gz", "", InvalidSetting, "--prompts must be a file that ends in .jsonl, .jsonl.gz"),

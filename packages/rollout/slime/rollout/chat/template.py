@@ -7,7 +7,7 @@ may choose neither.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
@@ -98,15 +98,28 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, arguments
     return apply(tokenizer, messages, tools, arguments)
 
 
-def apply(renderer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
+def check_messages(messages: Any) -> None:
+    """Raises InvalidField for messages that are not a list of objects, each with a role."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidField("messages", messages, "a list of objects with role and content")
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidField(f"messages[{position}]", message, "an object with role and content")
+
+
+def apply(
+    renderer: Any, messages: list[dict[str, Any]], tools: Any, arguments: Mapping[str, Any], *, opens: bool = True
+) -> str:
     """Renders messages with a tokenizer or a processor that is known to have a template.
 
-    Raises InvalidField for messages that the template refuses.
+    opens: whether the start of an answer follows. Raises InvalidField for messages that are not objects with a role, or
+    that the template refuses.
     """
+    check_messages(messages)
     try:
         return str(
             renderer.apply_chat_template(
-                messages, **{**arguments, "tools": tools or None}, tokenize=False, add_generation_prompt=True
+                messages, **{**arguments, "tools": tools or None}, tokenize=False, add_generation_prompt=opens
             )
         )
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

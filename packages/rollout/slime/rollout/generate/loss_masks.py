@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from slime.rollout.chat import template
 from slime.rollout.settings.rollout import LOSS_MASK_TYPES
 from slime.types.errors import InvalidField, InvalidSetting
 
@@ -41,7 +42,8 @@ class MultiTurnLossMaskGenerator:
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        """Raises ValueError for an unknown type, InvalidSetting for a tokenizer that is not fast with `qwen3_5`."""
+        """Raises ValueError for an unknown type; InvalidSetting for one that does not suit the chat template, and for a
+        tokenizer that is not fast with `qwen3_5`."""
         if tokenizer_type not in LOSS_MASK_TYPES:
             raise ValueError(f"tokenizer_type must be one of {', '.join(LOSS_MASK_TYPES)}, got {tokenizer_type!r}")
         self.tokenizer = tokenizer
@@ -56,47 +58,63 @@ class MultiTurnLossMaskGenerator:
                     "others do not tell where tokens lie",
                 )
             return
-        once, twice = self._render([PROBE]), self._render([PROBE, PROBE])
+        try:
+            once, twice = self._render([PROBE]), self._render([PROBE, PROBE])
+        except InvalidField as error:
+            raise InvalidSetting.must_be(
+                "--loss-mask-type", "a way to render conversations that suits the model's chat template",
+                got=tokenizer_type, reason=f"it renders user turns in a row, and the template says: {error.value}",
+            ) from error  # fmt: skip
         # Two user turns have one turn more than one; the rest of `once` is the default system message.
         self.system_message_length = 2 * len(once) - len(twice)
-        self.gen_token_length = len(self._render([PROBE], add_generation_prompt=True)) - len(once)
+        self.gen_token_length = len(self._render([PROBE], opens=True)) - len(once)
 
     def get_loss_mask(self, messages: list[Message], tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
-        """Returns (token ids, mask), of equal length. Raises InvalidField for text that looks like a turn."""
+        """Returns (token ids, mask), of equal length.
+
+        Raises InvalidField for messages that are not objects with a role, that the chat template refuses, with another
+        step_loss_mask than 0 or 1, or with text that looks like a turn.
+        """
+        template.check_messages(messages)
+        trained = [_is_trained(message, position) for position, message in enumerate(messages)]
         if self.tokenizer_type == "qwen3_5":
-            return self._at_once(messages, tools)
+            return self._at_once(messages, trained, tools)
         if self.tokenizer_type == "distill_qwen":
-            prompt = self._render(messages[:1], tools, add_generation_prompt=True)
-            response = self.tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-            return [*prompt, *response], [0] * len(prompt) + [_trained(messages[-1])] * len(response)
+            prompt, answer = self._render(messages[:1], tools, opens=True), messages[-1].get("content")
+            if not isinstance(answer, str):
+                raise InvalidField(f"messages[{len(messages) - 1}].content", answer, "text")
+            response = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            return [*prompt, *response], [0] * len(prompt) + [int(trained[-1])] * len(response)
         ids: list[int] = []
         mask: list[int] = []
         for position, message in enumerate(messages):
             turn = self._turn(message, position, tools)
             ids += turn
             written = len(turn) - self.gen_token_length if message["role"] == "assistant" else 0
-            mask += [0] * (len(turn) - written) + [_trained(message)] * written
+            mask += [0] * (len(turn) - written) + [int(trained[position])] * written
         return ids, mask
 
-    def _at_once(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[int], list[int]]:
+    def _at_once(
+        self, messages: list[Message], trained: list[bool], tools: list[Any] | None
+    ) -> tuple[list[int], list[int]]:
         for message in messages:
             if any(mark in text for text in _texts(message) for mark in (TURN, END)):
                 raise InvalidField("messages", message, f"messages without {TURN} and {END}, which delimit turns")
         text = self._text(messages, tools)
-        answers = [message for message in messages if message["role"] == "assistant"]
+        answers = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
         if text.count(ANSWER) != len(answers) or text.count(TURN) != text.count(END):
             expected = f"a template that writes {TURN}ROLE and {END} once per turn"
             raise InvalidField("messages", text, expected)
-        trained, start = bytearray(len(text)), 0
-        for message in answers:
+        marks, start = bytearray(len(text)), 0
+        for position in answers:
             start = text.index(ANSWER, start) + len(ANSWER)
             end = text.index(END, start) + len(END)
             end += text.startswith("\n", end)
             first = start + len(OPENED) if text.startswith(OPENED, start) else start
-            trained[first:end] = bytes([_trained(message)]) * (end - first)
+            marks[first:end] = bytes([trained[position]]) * (end - first)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         # A token that has some of it, such as a line break before and one behind, is trained on.
-        return list(encoded["input_ids"]), [int(any(trained[a:b])) for a, b in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), [int(any(marks[a:b])) for a, b in encoded["offset_mapping"]]
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         return get_response_lengths(loss_masks)
@@ -117,13 +135,11 @@ class MultiTurnLossMaskGenerator:
         turn = self._render([message], tools)
         return turn[self.system_message_length :] if position and message["role"] != "system" else turn
 
-    def _render(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> list[int]:
-        text = self._text(messages, tools, **options)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _render(self, messages: list[Message], tools: list[Any] | None = None, *, opens: bool = False) -> list[int]:
+        return list(self.tokenizer(self._text(messages, tools, opens=opens), add_special_tokens=False)["input_ids"])
 
-    def _text(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-        return text
+    def _text(self, messages: list[Message], tools: list[Any] | None, *, opens: bool = False) -> str:
+        return template.apply(self.tokenizer, messages, tools, {}, opens=opens)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -135,5 +151,11 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _trained(message: Message) -> int:
-    return int(message.get("step_loss_mask", 1) == 1)
+def _is_trained(message: Message, position: int) -> bool:
+    value = message.get("step_loss_mask")
+    # Rows of a Parquet file have None where other messages of the column have a value.
+    if value is None:
+        return True
+    if not isinstance(value, (int, float)) or value not in (0, 1):
+        raise InvalidField(f"messages[{position}].step_loss_mask", value, "0 or 1 (a number, or true or false)")
+    return bool(value)

@@ -210,7 +210,10 @@ def _fields(row: dict[str, Any], where: str, input_key: str, label_key: str, met
         raise InvalidFile.must_be(
             where, f"an object with text or a list of chat messages at the key {input_key!r} (--input-key)", got=row
         )
+    prompt = row[input_key]
+    if isinstance(prompt, list) and not (prompt and all(isinstance(each, dict) and "role" in each for each in prompt)):
+        raise InvalidFile.must_be(f"{where}: {input_key!r}", "chat messages: objects with a role", got=prompt)
     metadata = row.get(metadata_key) or {}
     if not isinstance(metadata, dict):
         raise InvalidFile.must_be(f"{where}: {metadata_key!r}", "an object (--metadata-key)", got=metadata)
-    return {"prompt": row[input_key], "label": row.get(label_key), "metadata": metadata}
+    return {"prompt": prompt, "label": row.get(label_key), "metadata": metadata}

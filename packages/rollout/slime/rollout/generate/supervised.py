@@ -52,13 +52,19 @@ def generate_rollout(
 def fill(sample: Sample, masks: MultiTurnLossMaskGenerator) -> None:
     """Sets tokens, mask and response of a sample from the conversation in its prompt."""
     messages = unrendered(sample)
-    if not isinstance(messages, list) or not any(message.get("role") == "assistant" for message in messages):
+    where, column = f"sample {sample.index} (group {sample.group_index})", "--input-key names their column"
+    said = messages if isinstance(messages, list) else ()
+    if not any(isinstance(message, dict) and message.get("role") == "assistant" for message in said):
         raise InvalidField(
             "prompt", messages, "chat messages with at least one of the assistant",
-            f"sample {sample.index} (group {sample.group_index}): got {str(messages)[:100]!r}, expected chat messages "
-            "with at least one of the assistant; --input-key names their column",
+            f"{where}: got {str(messages)[:100]!r}, expected chat messages with at least one of the assistant; "
+            f"{column}",
         )  # fmt: skip
-    tokens, mask = masks.get_loss_mask(messages, tools=sample.metadata.get("tools") or None)
+    try:
+        tokens, mask = masks.get_loss_mask(list(said), tools=sample.metadata.get("tools") or None)
+    except InvalidField as error:
+        message = f"{where}: {error.message}; {column}"
+        raise InvalidField(error.field, error.value, error.expected, message) from error
     first = mask.index(1) if 1 in mask else len(mask) - 1
     sample.tokens, sample.loss_mask = tokens, mask[first:]
     sample.response_length = len(tokens) - first
