@@ -177,6 +177,7 @@ def generate_rollout_with_tasks(args: Any, rollout_id: int, data_source: Any, ev
     assert not evaluation
     assert get_rollout_num_engines(args) == 1 and args.sglang_model_routers["default"][1] == args.sglang_router_port
     assert [each.name for each in args.eval_datasets] == [] and not args.ci_test and args.sglang_dp_size == 1
+    assert args.use_slime_router is False
 
     async def collect() -> RolloutFnTrainOutput:
         state, gatherer, data = GenerateState(args), MetricGatherer(), []

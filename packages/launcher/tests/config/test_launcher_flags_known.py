@@ -32,7 +32,7 @@ WHOLE = frozenset(
     partial-rollout mask-offpolicy-in-partial-rollout custom-generate-function-path rollout-sample-hook-path
     custom-rollout-log-function-path custom-eval-rollout-log-function-path buffer-filter-path update-weight-buffer-size
     update-weights-interval keep-old-actor rollout-data-postprocess-path rollout-data-transport
-    sglang-config prefill-num-servers
+    sglang-config prefill-num-servers use-slime-router
     rollout-external-engine-addrs num-rollout num-epoch disable-rollout-global-dataset data-source-path prompt-data
     apply-chat-template apply-chat-template-kwargs input-key label-key metadata-key multimodal-keys tool-key
     start-rollout-id rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout micro-batch-size

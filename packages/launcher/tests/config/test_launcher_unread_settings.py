@@ -175,6 +175,14 @@ def test_settings_of_a_part_that_the_mode_leaves_out_are_named_in_one_sentence(
     assert sentence in list(advice(parse(mode, flags)))
 
 
+def test_the_router_that_every_run_has_can_be_asked_for_as_in_the_original() -> None:
+    config = parse("--use-slime-router")
+    assert config.flat["use_slime_router"] is True and parse().flat["use_slime_router"] is False
+    assert list(advice(config)) == [
+        "--use-slime-router has no effect: every run sends requests through the rollout service's own router"
+    ]
+
+
 def value_of(flag: Flag) -> list[str]:
     kind, default, choices = value_type(flag.hint)[0], flag.default, flag.field.metadata.get("choices")
     if kind is bool:

@@ -8,6 +8,7 @@ import pytest
 
 from slime.launcher.cli import main
 from slime.launcher.config import run_config
+from slime.launcher.config.advice import advice
 from slime.launcher.config.checks.loop import check_asynchronous, check_synchronous
 from slime.launcher.placement.plan import plan_placement
 from slime.types.errors import ConfigError, InvalidSetting
@@ -34,7 +35,10 @@ def parse(*more: str, count: bool = True) -> run_config.RunConfig:
         (("--load-debug-rollout-data-subsample", "1.5", "--load-debug-rollout-data", "x"), "at most 1"),
         (("--load-debug-rollout-data", "{step}"), "rollout_id"),
         (("--load-debug-rollout-data", "x", "--save-debug-rollout-data", "{rollout_id}"), "nothing is generated"),
-        (("--save-debug-rollout-data", "x"), "each iteration would replace"),
+        (
+            ("--save-debug-train-data", "x", "--actor-num-gpus-per-node", "2"),
+            "--save-debug-train-data must be a path with {rank} in it, got 'x': there are 2 ranks",
+        ),
         (("--debug-rollout-only", "--save-interval", "1"), "there is no trainer"),
         (("--update-weights-interval", "2", "--colocate"), "give their memory back"),
         (("--update-weights-interval", "0"), "at least 1"),
@@ -97,6 +101,24 @@ def test_details_are_dumped_of_what_there_is() -> None:
     assert training.trainer.save_debug_train_data and not training.rollout.save_debug_rollout_data
     own = parse("--dump-details", "d", "--save-debug-rollout-data", "e/{rollout_id}")
     assert own.rollout.save_debug_rollout_data == "e/{rollout_id}"
+
+
+def test_a_path_without_the_iteration_is_announced_in_one_sentence() -> None:
+    def said(*flags: str) -> list[str]:
+        return [text for text in advice(parse(*flags, "--eval-prompt-data", "n", "f")) if "{rollout_id}" in text]
+
+    assert said("--save-debug-rollout-data", "d/data.pt") == [
+        "--save-debug-rollout-data d/data.pt has no {rollout_id}: each iteration replaces the file of the one before, "
+        "and each evaluation d/eval_data.pt"
+    ]
+    assert said("--save-debug-train-data", "d/data") == [
+        "--save-debug-train-data d/data has no {rollout_id}: each iteration replaces the file of the one before"
+    ]
+    assert said("--load-debug-rollout-data", "d/data") == [
+        "--load-debug-rollout-data d/data has no {rollout_id}: every iteration trains on the samples of this file"
+    ]
+    assert not said("--save-debug-rollout-data", "d/data.pt", "--num-rollout", "1")
+    assert not said("--save-debug-rollout-data", "d/{rollout_id:03}", "--save-debug-train-data", "{rollout_id}")
 
 
 def test_the_first_recorded_rollout_is_looked_for_before_anything_starts(

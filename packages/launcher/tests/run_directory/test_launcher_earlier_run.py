@@ -16,6 +16,7 @@ from slime.launcher.run_directory.earlier_run import check_unused, overwrite, re
 from slime.launcher.run_directory.kept_samples import KeptSamples
 from slime.launcher.run_directory.lock import run_directory
 from slime.launcher.run_directory.state import recorded
+from slime.rollout.recordings.rollouts import write_rollout
 from slime.types import Sample
 from slime.types.directories import whole_directory
 from slime.types.errors import InvalidSetting, MissingFile
@@ -116,6 +117,23 @@ def test_checkpoints_exports_and_dumps_elsewhere_are_results_too(words: list[str
             check_unused(run_config.parse([*words, *more]))
         check_unused(run_config.parse([*words, *more, "--overwrite"]))
     check_unused(run_config.parse(words))
+
+
+@pytest.mark.parametrize("name", ["data.pt", "eval_data.pt"])
+def test_one_file_of_all_iterations_is_a_result_and_never_replaces_that_of_somebody_else(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
+    more = ["--save-debug-rollout-data", str(tmp_path / "data.pt")]
+    write_rollout(tmp_path / name, 0, [])
+    with pytest.raises(InvalidSetting, match=f"an earlier run left {tmp_path}/{name};"):
+        check_unused(run_config.parse([*words, *more]))
+    check_unused(run_config.parse([*words, *more, "--overwrite"]))
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(InvalidSetting, match=f"--save-debug-rollout-data: .*/{name} is not a recorded rollout, and is"):
+        run_config.parse([*words, *more, "--overwrite"])
+    other = ["--save-debug-train-data", words[words.index("--prompt-data") + 1], "--overwrite"]
+    with pytest.raises(InvalidSetting, match=r"--save-debug-train-data: .*/p.jsonl is not a file of training data"):
+        run_config.parse([*words, *other])
 
 
 def test_samples_and_the_state_are_results_that_overwrite_removes(words: list[str], tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_what_one_response_fanned_out_into_stays_together(buffer: BufferClient, 
     assert [(summary.index, summary.rollout_id) for summary in buffer.seal_step(0, 1)] == [(0, None), (1, 7), (1, 7)]
 
 
+def test_a_path_without_the_iteration_gives_every_iteration_the_same_samples(
+    buffer: BufferClient, tmp_path: Path
+) -> None:
+    write_rollout(tmp_path / "data.pt", 7, [group(9, 18, 19)])
+    source = replay(buffer, tmp_path, load_debug_rollout_data=str(tmp_path / "data.pt"))
+    for rollout_id in range(2):
+        assert source.generate(rollout_id)[0] == 1
+        buffer.seal_step(rollout_id, 1)
+        assert [sample.tokens for sample in buffer.read_step(rollout_id, range(2))] == [[1, 9, 0], [1, 9, 1]]
+
+
 def test_a_share_is_of_whole_groups(buffer: BufferClient, tmp_path: Path) -> None:
     write_rollout(tmp_path / "0", 0, [group(number, 2 * number, 2 * number + 1) for number in range(5)])
     count, _ = replay(buffer, tmp_path, load_debug_rollout_data_subsample=0.4).generate(0)

@@ -185,26 +185,52 @@ def test_a_service_records_rollouts_and_evaluations_apart(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "template, required, message",
-    [
-        ("x", True, "each iteration would"),
-        ("{step}", False, "KeyError"),
-        ("{rollout_id:d}", False, "ValueError"),
-    ],
+    "template, message", [("{step}", "KeyError"), ("{rollout_id:d}", "ValueError"), ("{}", "IndexError")]
 )
-def test_a_template_that_does_not_fit_is_refused(template: str, required: bool, message: str) -> None:
+def test_a_template_that_does_not_fit_is_refused(template: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message) as raised:
-        check_template("--save-debug-rollout-data", template, required=required)
+        check_template("--save-debug-rollout-data", template)
     assert raised.value.field == "--save-debug-rollout-data"
 
 
 def test_a_template_is_filled_in() -> None:
-    check_template("--f", "d/{rollout_id}", required=True)
-    check_template("--f", "one-file", required=False)
+    check_template("--f", "d/{rollout_id}")
+    check_template("--f", "one-file")
     assert (
         path_of("d/{rollout_id:>3}", 7) == Path("d/  7")
         and path_of("{rollout_id}", 7, evaluation=True).name == "eval_7"
     )
+
+
+def test_a_path_without_a_field_keeps_the_last_iteration_and_beside_it_the_last_evaluation(tmp_path: Path) -> None:
+    template = str(tmp_path / "made" / "data.pt")
+    for rollout_id in (3, 4):
+        record_rollout(template, rollout_id, [[sample(rollout_id)]])
+        record_evaluation(template, rollout_id, {"aime": {"samples": [sample(100 + rollout_id)]}})
+    recorded = read_rollout(path_of(template, 0))
+    assert recorded.rollout_id == 4 and recorded.groups[0].samples[0].index == 4
+    evaluated = read_rollout(path_of(template, 0, evaluation=True))
+    assert evaluated.rollout_id == 4 and evaluated.groups[0].samples[0].index == 104
+    assert sorted(file.name for file in (tmp_path / "made").iterdir()) == ["data.pt", "eval_data.pt"]
+
+
+def test_a_process_that_is_killed_while_it_records_leaves_the_recording_before(tmp_path: Path) -> None:
+    template = str(tmp_path / "data.pt")
+    record_rollout(template, 0, [[sample(0)]])
+    killed = (
+        "import os, sys\n"
+        "from slime.rollout.recordings import rollouts\n"
+        "from slime.types import Sample\n"
+        "write = rollouts._write_part\n"
+        "def write_and_die(file, part):\n"
+        "    write(file, part)\n"
+        "    file.flush()\n"
+        "    b'groups' in part or os._exit(9)\n"
+        "rollouts._write_part = write_and_die\n"
+        "rollouts.record_rollout(sys.argv[1], 1, [[Sample(index=1)], [Sample(index=2)]])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", killed, template], timeout=60).returncode == 9
+    assert read_rollout(tmp_path / "data.pt").rollout_id == 0
 
 
 def test_a_recording_is_printed_a_sample_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

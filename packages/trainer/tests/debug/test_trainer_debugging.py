@@ -94,9 +94,9 @@ def test_what_is_trained_on_is_written_without_pickles(model: str, backend: str,
 @pytest.mark.parametrize(
     ("path", "ranks", "words"),
     [
-        ("a.safetensors", 1, "{rollout_id}"),
         ("{rollout_id}", 2, "{rank} in it, got '{rollout_id}': there are 2 ranks"),
-        ("{x}", 1, "got"),
+        ("one", 8, "{rank} in it, got 'one': there are 8 ranks"),
+        ("{x}", 1, "no fields but {rollout_id} and {rank}, got '{x}': KeyError: 'x'"),
     ],
 )
 def test_a_dump_that_would_write_over_itself_is_refused(path: str, ranks: int, words: str):
@@ -104,6 +104,8 @@ def test_a_dump_that_would_write_over_itself_is_refused(path: str, ranks: int, w
         check_template(path, ranks)
     assert words in str(caught.value)
     check_template("{rollout_id:05d}-{rank}", 8)
+    check_template("{rank}", 8)
+    check_template("one", 1)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,10 @@ _UPDATES = {field.name for field in fields(AlgorithmSettings)} | {
 # Warnings: a part is left out by one flag more on the command line of a whole run.
 MODES = (
     Mode(
+        "every run sends requests through the rollout service's own router", lambda args: True,
+        frozenset({"use_slime_router"}),
+    ),
+    Mode(
         "--debug-rollout-only starts no trainer", _on("debug_rollout_only"),
         # --load also gives the position in the data, and --use-opd the teacher that scores samples.
         frozenset(
@@ -305,12 +309,32 @@ def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
         for name in effect.without(config):
             if name not in left_out and (not effect.refused or name in config.origins):
                 yield f"{_spelled(config, name)} has no effect: it requires {effect.needs}"
+    yield from _one_file_for_all(config)
     if not config.launcher.debug_rollout_only:
         on_time = config.launcher.fully_async and staleness_bound(config.flat) == 0
         yield from trainer.advice(config.trainer, asynchronous=asynchronous and not on_time)
         yield from other_defaults(config.trainer, config.explicit)
     if not config.launcher.debug_train_only:
         yield from _lengths(config)
+
+
+def _one_file_for_all(config: RunConfig) -> Iterator[str]:
+    """Yields what a path without {rollout_id} means, where the run has several iterations."""
+    if config.launcher.num_rollout in (0, 1):
+        return
+    for name, meaning in (
+        ("save_debug_rollout_data", "each iteration replaces the file of the one before"),
+        ("save_debug_train_data", "each iteration replaces the file of the one before"),
+        ("load_debug_rollout_data", "every iteration trains on the samples of this file"),
+    ):
+        template = config.flat[name]
+        if template and "{rollout_id" not in template:
+            if name == "save_debug_rollout_data" and config.evaluates:
+                # This imports messages, which `--help` should not wait for.
+                from slime.rollout.recordings.rollouts import path_of
+
+                meaning += f", and each evaluation {path_of(template, 0, evaluation=True)}"
+            yield f"{as_typed(name, template)} has no {{rollout_id}}: {meaning}"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

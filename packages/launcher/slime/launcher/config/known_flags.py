@@ -28,7 +28,10 @@ PLANNED: dict[str, str] = {
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "the trainer has one attention, for packed rows": "attn-implementation",
     "requests go from the rollout service to the engines directly, without a router or proxy between": """
-        sglang-router-ip sglang-router-port use-distributed-post http-proxy use-slime-router""",
+        sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
+    "the rollout service's own router has no middleware, and its limits are those of the engines' requests and health": """
+        slime-router-middleware-paths slime-router-timeout slime-router-max-connections
+        slime-router-health-check-failure-threshold""",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
         fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type""",
     "a secret: set WANDB_API_KEY; on a command line the key is accepted with a warning": "wandb-key",

@@ -70,7 +70,8 @@ class LoopSettings:
     )
     load_debug_rollout_data: str | None = setting(
         None,
-        "Recorded rollouts to train on; {rollout_id} in the path stands for the iteration. Implies --debug-train-only",
+        "Recorded rollouts to train on; {rollout_id} in the path stands for the iteration, and without it every "
+        "iteration trains on the same file. Implies --debug-train-only",
         metavar="PATH",
     )
     load_debug_rollout_data_subsample: float | None = setting(
@@ -163,6 +164,11 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
         metavar="JSON",
     )
 
+    use_slime_router: bool = setting(
+        False,
+        "Send requests through the rollout service's own router, as every run does: only plug-ins that read "
+        "`args.use_slime_router` notice the flag",
+    )
     megatron_to_hf_mode: str | None = setting(
         None,
         "Converter that gives weights their Hugging Face names, with --train-backend megatron: bridge and raw "

@@ -64,7 +64,7 @@ def used(config: Run) -> list[Path]:
     results += checkpoints.steps(config.checkpoint_dir).values()
     results += writable.exports(config.flat)
     for name in writable.DUMPS:
-        results += writable.matches(config.flat.get(name))
+        results += writable.dumps(config.flat, name)
     return results
 
 

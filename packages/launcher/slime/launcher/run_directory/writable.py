@@ -14,7 +14,7 @@ from typing import Any
 from slime.launcher.run_directory import checkpoints
 from slime.types.directories import check_replaceable, path_errors
 from slime.types.errors import InvalidSetting
-from slime.types.files import check_file_place
+from slime.types.files import check_file_place, check_own_file
 from slime.types.setting_values import flag_name
 
 # Settings that name a directory to write into; only the last part of its path may have fields in braces.
@@ -24,8 +24,11 @@ DIRECTORIES = (
 )  # fmt: skip
 # Settings that name checkpoints and models that a run must not delete.
 KEPT = ("load", "ref_load", "opd_teacher_load", "critic_load", "hf_checkpoint", "save")
-# Settings that name a file for each iteration.
-DUMPS = ("save_debug_rollout_data", "save_debug_train_data")
+# Settings that name a file for each iteration, or one for all -> (what is near the beginning of the file, its kind).
+DUMPS = {
+    "save_debug_rollout_data": (b"slime rollout 1\n", "recorded rollout"),
+    "save_debug_train_data": (b"slime-train-data-1", "file of training data"),
+}
 
 
 def check_places(args: Mapping[str, Any]) -> None:
@@ -43,9 +46,12 @@ def check_places(args: Mapping[str, Any]) -> None:
     _check_recovery(args)
     for flag, path in _replaced(args):
         check_replaceable(path, field=flag)
-    for name in DUMPS:
-        for path in matches(args.get(name)):
+    for name, (sign, kind) in DUMPS.items():
+        for path in dumps(args, name):
             check_file_place(path, field=flag_name(name))
+            if _is_one_file(args[name]):
+                # A path that was typed whole may be that of another file.
+                check_own_file(path, sign, kind, field=flag_name(name))
 
 
 def _check_recovery(args: Mapping[str, Any]) -> None:
@@ -80,6 +86,20 @@ def matches(template: str | None) -> list[Path]:
     pattern = "".join(glob.escape(text) + "*" * is_field for text, is_field in parts)
     exact = re.compile("".join(re.escape(text) + r"(?:eval_)? *\d+" * is_field for text, is_field in parts))
     return [Path(path) for path in sorted(glob.glob(pattern, include_hidden=True)) if exact.fullmatch(path)]
+
+
+def dumps(args: Mapping[str, Any], name: str) -> list[Path]:
+    """Returns the existing files of a setting in DUMPS, those of evaluations among them."""
+    template = args.get(name)
+    if not template or not _is_one_file(template):
+        return matches(template)
+    path = Path(template)
+    evaluation = path.with_name(f"eval_{path.name}") if name == "save_debug_rollout_data" else path
+    return [each for each in dict.fromkeys((path, evaluation)) if os.path.lexists(each)]
+
+
+def _is_one_file(template: str) -> bool:
+    return all(field is None for _, field, _, _ in string.Formatter().parse(template))
 
 
 def exports(args: Mapping[str, Any]) -> list[Path]:

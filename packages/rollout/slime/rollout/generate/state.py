@@ -253,6 +253,7 @@ def other_names(settings: RolloutSettings, args: RolloutArgs) -> dict[str, Any]:
         "sglang_dp_size": 1,
         "sglang_enable_deterministic_inference": settings.deterministic,
         "use_distributed_post": False,
+        "use_slime_router": False,
         "ci_test": False,
     }
 

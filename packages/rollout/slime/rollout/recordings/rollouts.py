@@ -38,24 +38,29 @@ class RecordedRollout:
     groups: list[SampleGroup]
 
 
-def check_template(flag: str, template: str, *, required: bool) -> None:
-    """Raises InvalidSetting for a template with fields other than {rollout_id}, or without the `required` one."""
+def check_template(flag: str, template: str) -> None:
+    """Raises InvalidSetting for a template with fields other than {rollout_id}."""
     try:
-        paths = {template.format(rollout_id=name) for name in ("0", "eval_0")}
+        template.format(rollout_id="0")
     except (KeyError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InvalidSetting.must_be(
             flag, "a path with no field but {rollout_id}", got=template, reason=reason
         ) from None
-    if required and len(paths) < 2:
-        raise InvalidSetting.must_be(
-            flag, "a path with {rollout_id}", got=template, reason="each iteration would replace the one before"
-        )
+
+
+def has_one_file(template: str) -> bool:
+    """Returns whether a template has no {rollout_id}: all iterations have one file, and all evaluations another."""
+    return template.format(rollout_id="0") == template.format(rollout_id="eval_1")
 
 
 def path_of(template: str, rollout_id: int, *, evaluation: bool = False) -> Path:
-    """Returns `template` with {rollout_id} replaced: by "3", for an evaluation by "eval_3"."""
-    return Path(template.format(rollout_id=f"eval_{rollout_id}" if evaluation else f"{rollout_id}"))
+    """Returns `template` with {rollout_id} replaced: by "3", for an evaluation by "eval_3".
+
+    Without {rollout_id} the file of an evaluation is the one beside it whose name begins with `eval_`.
+    """
+    path = Path(template.format(rollout_id=f"eval_{rollout_id}" if evaluation else f"{rollout_id}"))
+    return path.with_name(f"eval_{path.name}") if evaluation and has_one_file(template) else path
 
 
 def write_rollout(path: Path, rollout_id: int, groups: Sequence[SampleGroup]) -> None:

@@ -26,4 +26,5 @@ class RolloutArgs(RolloutSettings):
     sglang_dp_size: int
     sglang_enable_deterministic_inference: bool
     use_distributed_post: bool
+    use_slime_router: bool
     ci_test: bool

@@ -89,8 +89,8 @@ class RolloutSettings(
     )
     save_debug_rollout_data: str | None = setting(
         None,
-        "File to record the samples of each iteration and evaluation; {rollout_id} in the path is replaced, by "
-        "eval_N for an evaluation (python -m slime.rollout.recordings FILE prints it)",
+        "File to record samples in; {rollout_id} in the path becomes the iteration, or eval_N for an evaluation. A "
+        "path without it keeps the last of each (python -m slime.rollout.recordings FILE prints it)",
         metavar="PATH",
     )
     rollout_prompt_wait_seconds: float = setting(
@@ -283,7 +283,7 @@ class RolloutSettings(
         if self.save_debug_rollout_data is not None:
             from slime.rollout.recordings.rollouts import check_template
 
-            check_template("--save-debug-rollout-data", self.save_debug_rollout_data, required=True)
+            check_template("--save-debug-rollout-data", self.save_debug_rollout_data)
         self._check_functions()
         self._check_engines()
 

@@ -47,7 +47,8 @@ class DebugSettings:
     )
     save_debug_train_data: str | None = setting(
         None,
-        "File (safetensors) of what each iteration trains on; {rollout_id} and {rank} in the path are replaced",
+        "File (safetensors) of what each iteration trains on; {rollout_id} and {rank} in the path are replaced. A path "
+        "without {rollout_id} keeps the last iteration; several ranks need {rank}",
         metavar="PATH",
     )
 
@@ -71,17 +72,16 @@ class DebugSettings:
 
 
 def check_template(path: str | None, ranks: int = 1) -> None:
-    """Raises InvalidSetting where --save-debug-train-data would write over its own files."""
+    """Raises InvalidSetting for other fields in --save-debug-train-data, and where ranks would share a file."""
     if path is None:
         return
-    wanted = ["rollout_id", *(["rank"] if ranks > 1 else [])]
+    flag = flag_name("save_debug_train_data")
     try:
-        plain = path.format(rollout_id=0, rank=0)
-    except (KeyError, IndexError, ValueError):
-        plain = None
-    missing = [name for name in wanted if plain is None or "{" + name not in path]
-    if missing:
-        reason = f"there are {ranks} ranks" if missing[0] == "rank" else "each iteration has a file of its own"
+        paths = {path.format(rollout_id=0, rank=rank) for rank in (0, 1)}
+    except (KeyError, IndexError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
         raise InvalidSetting.must_be(
-            flag_name("save_debug_train_data"), f"a path with {{{missing[0]}}} in it", got=path, reason=reason
-        )
+            flag, "a path with no fields but {rollout_id} and {rank}", got=path, reason=reason
+        ) from None
+    if ranks > 1 and len(paths) == 1:
+        raise InvalidSetting.must_be(flag, "a path with {rank} in it", got=path, reason=f"there are {ranks} ranks")

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.launcher.config.catalogue import as_typed
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
+from slime.trainer.settings.debug import check_template as check_train_data
 from slime.types.errors import InvalidSetting
 from slime.types.files import check_readable
 
@@ -99,6 +100,7 @@ def _check_halves(args: Mapping[str, Any]) -> None:
         for name in ("save_interval", "save_debug_train_data"):
             if args[name]:
                 raise _conflict(args, name, "debug_rollout_only", "there is no trainer")
+    check_train_data(args["save_debug_train_data"], args["actor_num_nodes"] * args["actor_num_gpus_per_node"])
 
 
 def _check_replay(args: Mapping[str, Any]) -> None:
@@ -110,7 +112,7 @@ def _check_replay(args: Mapping[str, Any]) -> None:
         raise _conflict(args, "save_debug_rollout_data", "debug_train_only", "nothing is generated")
     from slime.rollout.recordings.rollouts import check_template
 
-    check_template("--load-debug-rollout-data", args["load_debug_rollout_data"], required=False)
+    check_template("--load-debug-rollout-data", args["load_debug_rollout_data"])
 
 
 def check_recordings(args: Mapping[str, Any]) -> None:
