@@ -30,7 +30,10 @@ class GgufToHfSettings:
 @dataclass(kw_only=True)
 class _ConversionSettings:
     model_name: str | None = setting(
-        None, "Model family to assume in place of the model_type in config.json", metavar="NAME"
+        None,
+        "Model family to assume in place of the model_type in config.json: a model_type, or a name with one in it, as "
+        "in Qwen3-4B",
+        metavar="NAME",
     )
     num_workers: int = setting(1, "Processes that share the work, on each rank of torchrun", minimum=1)
     overwrite: bool = setting(False, "Replace the result of another conversion in the directory")

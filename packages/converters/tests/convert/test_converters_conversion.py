@@ -337,6 +337,20 @@ def test_a_config_of_an_unknown_type_needs_the_family_once(tmp_path: Path) -> No
     assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "torch_dist"])
+def test_to_hf_refuses_a_name_that_is_no_family_with_those_that_are(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_directory(tmp_path / "hf", QWEN3)
+    load = source if kind == "fsdp" else hf_to_torch_dist.convert(source, tmp_path / "td")
+    words = ["to-hf", "--load", str(load), "--output-dir", str(tmp_path / "out"), "--model-name", "qwenn3"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "error: --model-name must be one of deepseek_v3, " in error and "got 'qwenn3'; did you mean qwen3?" in error
+    assert not (tmp_path / "out").exists()
+    assert main([*words[:-1], "Qwen3-4B"]) == 0
+
+
 @pytest.mark.parametrize(("config", "name"), [(QWEN3, "minimax_m2"), (MINIMAX, "qwen3")])
 def test_a_family_that_replaces_the_one_of_the_config_is_named(
     tmp_path: Path, config: dict[str, Any], name: str

@@ -108,7 +108,7 @@ def test_megatrons_flags_in_a_config_file(megatron: list[str], tmp_path: Path) -
         ("--hidden-size 4096", InvalidSetting, ["--hidden-size 4096", "2048", "--hf-checkpoint", "hidden_size"]),
         ("--model-type qwen3-4B", InvalidSetting, ["--model-type qwen3-4B", "--hidden-size 2560", "2048"]),
         ("--model-type qwen3-5B", InvalidSetting, ["--model-type", "did you mean"]),
-        ("--model-name gpt2", InvalidSetting, ["--model-name: unknown model family 'gpt2'"]),
+        ("--model-name gpt2", InvalidSetting, ["--model-name must be one of deepseek_v3, ", "got 'gpt2'"]),
         (
             "--tensor-model-parallel-size 2 --context-parallel-size 2 --actor-num-gpus-per-node 6",
             InvalidSetting,

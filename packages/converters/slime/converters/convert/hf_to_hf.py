@@ -50,8 +50,8 @@ def convert(
         with errors_name("--load" if origin_hf_dir is None else "--origin-hf-dir"):
             config = read_config(origin)
         check_vocab_size(config, vocab_size)
-        if megatron_args:
-            check_model_args(megatron_args, read_model_config(origin, model_name))
+        if megatron_args or model_name is not None:
+            check_model_args(megatron_args or {}, read_model_config(origin, model_name))
         source = HfSource(source_dir, config)
         options = {"vocab_size": vocab_size, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
         inputs = [*source.weights.files, origin / "config.json", *adapter_files(source.path / ADAPTER_DIR)]

@@ -28,12 +28,17 @@ FAMILIES = (
 )  # fmt: skip
 
 
+def model_types() -> dict[str, Family]:
+    """Returns every family by each `model_type` that it has in config.json."""
+    return {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+
 def find_family(config: Config, *, model_name: str | None = None) -> Family:
     """Returns the family of config.json's `model_type`, or else the one whose type is part of `model_name`.
 
     Raises NotAvailable naming the known families.
     """
-    by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
+    by_type = model_types()
     model_type = config.get("model_type")
     if model_type is None and model_name is not None:
         found = [name for name in by_type if _bare(name) in _bare(model_name)]

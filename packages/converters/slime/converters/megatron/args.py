@@ -144,17 +144,15 @@ def read_model_config(directory: str | Path, model_name: str | None = None) -> d
 
     Raises MissingFile, InvalidFile, and InvalidSetting for a name that matches no family.
     """
-    from slime.converters.families import find_family, read_config
+    from slime.converters.families import find_family, model_types, read_config
 
     config = read_config(directory)
     if model_name is None:
         return config
     try:
         types = find_family({}, model_name=model_name).model_types
-    except NotAvailable as error:
-        raise InvalidSetting.unknown(
-            "model family", model_name, error.expected.split(", "), field="--model-name"
-        ) from None
+    except NotAvailable:
+        raise InvalidSetting.one_of("--model-name", sorted(model_types()), got=model_name) from None
     return config if config.get("model_type") in types else {**config, "model_type": types[0]}
 
 

@@ -27,9 +27,9 @@ PLANNED: dict[str, str] = {
     "log-probs are computed in two passes, which would drop different numbers; LoRA is trained without": "lora-dropout",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "the trainer has one attention, for packed rows": "attn-implementation",
-    "requests go from the rollout service to the engines directly, without a router or proxy between": """
+    "requests go through the rollout service's own router, without another router or proxy between": """
         sglang-router-ip sglang-router-port use-distributed-post http-proxy""",
-    "the rollout service's own router has no middleware, and its limits are those of the engines' requests and health": """
+    "the rollout service's own router has no middleware, and takes its limits from the engines' settings": """
         slime-router-middleware-paths slime-router-timeout slime-router-max-connections
         slime-router-health-check-failure-threshold""",
     "groups are kept in this system's buffer, which clients reach by gRPC": """rollout-buffer-url
@@ -37,7 +37,7 @@ PLANNED: dict[str, str] = {
     "a secret: set WANDB_API_KEY; on a command line the key is accepted with a warning": "wandb-key",
 }
 
-ROUTER = "a setting of SGLang's router; this version sends to its own engines directly"
+ROUTER = "a setting of SGLang's router; requests go through the rollout service's own"
 
 KNOWN: dict[str, str] = {name: reason for reason, names in PLANNED.items() for name in names.split()}
 
