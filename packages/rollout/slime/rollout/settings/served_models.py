@@ -127,6 +127,11 @@ class ModelSettings:
             raise InvalidSetting.must_be("--rm-url", f"a URL ({error})", got=rm_url) from None
         if parts.scheme != MODEL_SCHEME:
             return
+        if parts.query or parts.fragment:
+            raise InvalidSetting.must_be(
+                "--rm-url", f"{MODEL_SCHEME}://NAME/PATH without ? and #", got=rm_url,
+                reason="requests go to the engines of the model, which read their arguments from the body",
+            )  # fmt: skip
         if self.sglang_config is None:
             raise InvalidSetting.requires(f"--rm-url {rm_url}", f"{FLAG} FILE", "the file names the models of the run")
         known = list(dict.fromkeys([*(model.name for model in self.served_models), DEFAULT_MODEL]))
