@@ -12,6 +12,7 @@ import pytest
 from slime.converters.megatron.flags import given
 from slime.converters.megatron.model_scripts import model_config, model_flags
 from slime.launcher.config import run_config
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvailable, UnknownFlag
 
 Parse = Callable[..., run_config.RunConfig]
@@ -176,6 +177,22 @@ def test_engines_of_true_on_policy_runs_have_the_kernels_that_the_trainer_comput
     for extra in ("--sglang-attention-backend triton", "--rollout-num-gpus-per-engine 2"):
         with pytest.raises(InvalidSetting, match=f"--true-on-policy-mode and {extra} cannot be used together"):
             parse("--true-on-policy-mode", *extra.split())
+
+
+def test_true_on_policy_runs_take_engines_that_the_file_of_models_counts_by_number(
+    parse: Parse, tmp_path: Path
+) -> None:
+    def rollout(groups: str) -> RolloutSettings:
+        (tmp_path / "models.yaml").write_text(f"sglang: [{{name: policy, server_groups: {groups}}}]\n")
+        return parse("--true-on-policy-mode", "--sglang-config", str(tmp_path / "models.yaml")).rollout
+
+    embedded = rollout("[{num_engines: 2}]")
+    assert (embedded.rollout_engine, embedded.rollout_num_engines, embedded.sglang_args) == ("embedded", 2, {})
+    on_gpus = rollout("[{num_gpus: 2}]")
+    assert on_gpus.rollout_engine == "auto" and on_gpus.sglang_args["attention_backend"] == "fa3"
+    for broken in ("{num_engines: 1}", "[num_engines]", "[{num_engines: many}]", "[", "3"):
+        with pytest.raises(ConfigError, match="--sglang-config .*models.yaml"):
+            rollout(broken)
 
 
 def test_flags_that_need_others(parse: Parse, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

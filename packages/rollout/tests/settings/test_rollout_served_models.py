@@ -300,7 +300,9 @@ def test_a_reward_url_may_name_a_model_of_the_run(tmp_path: Path) -> None:
         with pytest.raises(InvalidSetting, match="--rm-url must be a URL"):
             settings(tmp_path, EMBEDDED, rm_url=broken)
     for dropped in ("model://judge?x=1", "model://judge/generate?x=1", "model://judge/generate#x"):
-        with pytest.raises(InvalidSetting, match=r"--rm-url must be model://NAME/PATH without \? and #, got 'model://j"):
+        with pytest.raises(
+            InvalidSetting, match=r"--rm-url must be model://NAME/PATH without \? and #, got 'model://j"
+        ):
             settings(tmp_path, EMBEDDED, rm_url=dropped)
     with pytest.raises(InvalidSetting, match="--rm-url model://judge requires --sglang-config FILE"):
         RolloutSettings(hf_checkpoint="m", rm_url="model://judge")

@@ -23,7 +23,7 @@ from typing import Any
 
 from slime.rollout.engines.kind import DECODE, PREFILL, REGULAR
 from slime.types.config_files import read_config
-from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
+from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, NotAvailable
 
 FLAG = "--sglang-config"
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups")
@@ -87,6 +87,26 @@ def read_models(path: str, hf_checkpoint: str, num_gpus_per_engine: int) -> tupl
     models = tuple(reader.model(entry, f"sglang[{number}]") for number, entry in enumerate(entries))
     reader.check_whole(models)
     return models
+
+
+def counts_engines(path: str) -> bool:
+    """Returns whether a file counts its engines by num_engines, as embedded ones are; False for a file that has none or
+    that `read_models` refuses."""
+    try:
+        content = read_config(path, flag=FLAG)
+    except ConfigError:
+        return False
+    groups = [
+        group
+        for entry in _list(content.get("sglang"))
+        if isinstance(entry, dict)
+        for group in (*_list(entry.get("server_groups")), *_list(entry.get(GROUPS_ALIAS)))
+    ]
+    return any(isinstance(group, dict) and group.get("num_engines") is not None for group in groups)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 class _Reader:

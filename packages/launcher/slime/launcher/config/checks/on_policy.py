@@ -8,6 +8,7 @@ from typing import Any
 from slime.converters.families import read_config
 from slime.launcher.config.catalogue import as_typed
 from slime.rollout.engines.registry import KINDS
+from slime.rollout.settings.model_file import counts_engines
 from slime.trainer.settings.on_policy import check_engine_layers, uses_engine_kernels
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
@@ -44,9 +45,14 @@ def engine_kernels(args: Mapping[str, Any]) -> dict[str, Any]:
     args: settings by their names, not all of which need be set.
     """
     on_policy = args.get("true_on_policy_mode") is True and args.get("train_backend", "fsdp") == "fsdp"
+    if not on_policy or args.get("rollout_external_engine_addrs"):
+        return {}
+    chosen, models = args.get("rollout_engine", "auto"), args.get("sglang_config")
+    by_number = models is not None and counts_engines(models)
     kernels: dict[str, Any] = {}
-    for kind in KINDS.values() if on_policy and not args.get("rollout_external_engine_addrs") else ():
-        if args.get("rollout_engine", "auto") in ("auto", kind.name):
+    for kind in KINDS.values():
+        # Engines that the file of --sglang-config counts by num_engines are of a kind without GPUs.
+        if chosen == kind.name or (chosen == "auto" and not (by_number and kind.needs_gpu)):
             kernels |= kind.invariant_kernels
     return kernels
 
