@@ -11,6 +11,7 @@ from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
+from slime.rollout.settings.served_models import trained_server_args
 from slime.trainer.algorithms.estimators import find_estimator
 from slime.trainer.settings import checks as trainer
 from slime.trainer.settings.algorithm import AlgorithmSettings
@@ -343,7 +344,7 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     from slime.rollout.prompts.tokenizer import context_length
 
     rollout = config.rollout
-    if rollout.sglang_args.keys() & {"context_length", "json_model_override_args"}:
+    if all(args.keys() & {"context_length", "json_model_override_args"} for args in trained_server_args(rollout)):
         return  # the engines do not use the context length of config.json
     try:
         model = context_length(rollout.hf_checkpoint)

@@ -19,6 +19,7 @@ from slime.launcher.doctor.finding import FAIL, WARN, Finding, Subject
 from slime.launcher.doctor.model import check_weights
 from slime.rollout.prompts.tokenizer import load_tokenizer
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE
+from slime.rollout.settings.served_models import trained_server_args
 from slime.types.errors import InvalidFile, InvalidSetting
 from slime.types.prompt_files.readers import reader_of
 from slime.types.prompt_files.slices import split_slice
@@ -59,7 +60,7 @@ def _reads_weights(config: RunConfig) -> bool:
     """Returns whether the trainer, or an engine that the run starts, loads weights from --hf-checkpoint."""
     rollout = config.rollout
     starts_engines = config.has_engines and not rollout.rollout_external_engine_addrs
-    loads = starts_engines and rollout.sglang_args.get("load_format", "auto") == "auto"
+    loads = starts_engines and "auto" in [each.get("load_format", "auto") for each in trained_server_args(rollout)]
     return loads or (config.trainer.load is None and not config.launcher.debug_rollout_only)
 
 

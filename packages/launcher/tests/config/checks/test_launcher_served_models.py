@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from slime.launcher.config import run_config
+from slime.launcher.config.advice import advice
 from slime.launcher.config.checks.served_models import check_served_models
+from slime.launcher.doctor.preflight import check_start
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting
 
 BASE = ["--prompt-data", "prompts.jsonl", "--num-rollout", "4"]
@@ -21,11 +24,11 @@ def words_of(directory: Path, overrides: dict[str, Any], *words: str, model: str
     """Returns the words of a run with these overrides for the engines of a model; the others have none."""
     groups = {name: {"num_gpus": 1} | (group | {"overrides": overrides} if name == model else {})
               for name in ("policy", "judge")}  # fmt: skip
-    models = [
+    served = [
         {"name": "policy", "server_groups": [groups["policy"]]},
         {"name": "judge", "model_path": str(directory / "judge"), "server_groups": [groups["judge"]]},
     ]
-    (directory / "models.yaml").write_text(json.dumps({"sglang": models}))
+    (directory / "models.yaml").write_text(json.dumps({"sglang": served}))
     return [*BASE, "--hf-checkpoint", str(directory), "--sglang-config", str(directory / "models.yaml"), *words]
 
 
@@ -81,6 +84,41 @@ def test_engines_hold_the_layers_that_updates_have(tmp_path: Path) -> None:
     check({}, flag)
     check(other, model="judge")
     check(plain, "--debug-rollout-only")
+
+
+def test_warnings_about_the_context_know_the_overrides_of_the_trained_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+
+    def said(overrides: dict[str, Any], *words: str, **more: Any) -> bool:
+        words = ("--rollout-max-response-len", "65", *words)
+        config = run_config.parse(words_of(tmp_path, overrides, *words, **more), check=False)
+        return any("exceeds the 64 tokens" in text for text in advice(config))
+
+    assert said({}) and said({"context_length": 99}, model="judge")
+    assert not said({"context_length": 99}) and not said({"json-model-override-args": "{}"})
+    assert not said({}, "--sglang-context-length", "99")
+
+
+def test_a_start_asks_for_the_weights_that_an_engine_of_the_trained_model_loads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+
+    def asks(overrides: dict[str, Any], model: str = "policy") -> bool:
+        # Only engines read the directory: there is no trainer.
+        words = words_of(tmp_path, overrides, "--debug-rollout-only", "--dry-run", model=model)
+        words += ["--rollout-function-path", "a.b", "--disable-rollout-global-dataset"]
+        config = run_config.parse(words, check=False)
+        return any("no .safetensors files" in note for note in check_start(config))
+
+    assert asks({}) and asks({"load_format": "dummy"}, "judge") and asks({"load_format": "auto"})
+    assert not asks({"load_format": "dummy"})
+
+
+@pytest.mark.parametrize("model", ["policy", "judge"])
+def test_overrides_hold_no_password(tmp_path: Path, model: str) -> None:
+    place = rf"^--sglang-config .*: sglang\[{int(model == 'judge')}\]\.server_groups\[0\]\.overrides\.tokenizer_path"
+    with pytest.raises(InvalidSetting, match=f"{place} must hold no password"):
+        run_config.parse(words_of(tmp_path, {"tokenizer_path": "s3://me:secret@host/x"}, model=model), check=False)
 
 
 def test_a_model_that_is_not_there_is_named_with_its_place(tmp_path: Path) -> None:

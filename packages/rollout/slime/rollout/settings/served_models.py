@@ -196,6 +196,12 @@ def _in_pairs(settings: RolloutSettings, prefill: int) -> ConfiguredModel:
     return ConfiguredModel(DEFAULT_MODEL, settings.hf_checkpoint, True, groups)
 
 
+def trained_server_args(settings: RolloutSettings) -> list[Mapping[str, Any]]:
+    """Returns the flags of SGLang's server, by name, of each group of the trained model's engines."""
+    groups = [(model, group) for model in settings.served_models if model.trained for group in model.groups]
+    return [group_settings(settings, *each).sglang_args for each in groups] or [settings.sglang_args]
+
+
 def group_settings(settings: RolloutSettings, model: ConfiguredModel, group: EngineGroup) -> RolloutSettings:
     """Returns the settings of the engines of one group. Raises ConfigError for overrides that they cannot have."""
     of_model: dict[str, Any] = {} if model.trained else {**ModelSettings.FROZEN}

@@ -125,14 +125,18 @@ def _check_passwords(args: Mapping[str, Any]) -> None:
         if name == "mlflow_tracking_uri":
             # Its own check names the variables that MLflow reads.
             continue
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and re.match(r"[\w+.-]+://[^/\s]*:[^/\s]*@", text):
-                flag = flag_name(name)
-                raise InvalidSetting(
-                    f"{flag} must hold no password: everyone on the machine can read arguments, and run.yaml would "
-                    "keep it; read it from a file or the environment, in a function of yours",
-                    field=flag, expected="a URL without a password",
-                )  # fmt: skip
+        refuse_password(flag_name(name), value)
+
+
+def refuse_password(flag: str, value: Any) -> None:
+    """Raises InvalidSetting if `value`, or an item of it, is a URL with a password."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and re.match(r"[\w+.-]+://[^/\s]*:[^/\s]*@", text):
+            raise InvalidSetting(
+                f"{flag} must hold no password: everyone on the machine can read arguments, and run.yaml would "
+                "keep it; read it from a file or the environment, in a function of yours",
+                field=flag, expected="a URL without a password",
+            )  # fmt: skip
 
 
 def _check_reward_key(args: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.launcher.config.checks.engine_weights import check_pipeline_stages, check_plain_layers, refuse_adapters
 from slime.launcher.config.checks.on_policy import engine_kernels, refuse_other_kernels
-from slime.launcher.config.checks.run import check_model
+from slime.launcher.config.checks.run import check_model, refuse_password
 from slime.rollout.engines.kind import REGULAR
 from slime.rollout.settings.model_file import ConfiguredModel
 from slime.rollout.settings.rollout import RolloutSettings
@@ -19,8 +19,12 @@ Args = Mapping[str, Any]
 
 
 def check_trained_engines(rollout: RolloutSettings, args: Args) -> None:
-    """Raises InvalidSetting for engines that the trained model cannot have. args: every setting by its name."""
+    """Raises InvalidSetting for engines that the trained model cannot have, and for a password in the flags of any.
+    args: every setting by its name."""
     for model in rollout.served_models:
+        for group in model.groups:
+            for name, value in group.overrides.items():
+                refuse_password(f"{rollout.place_of(group)}.overrides.{name}", value)
         if model.trained and args["true_on_policy_mode"]:
             _check_on_policy_groups(model, f"{rollout.models_source}: model {model.name}")
     kernels = engine_kernels(args)
