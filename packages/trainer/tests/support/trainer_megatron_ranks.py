@@ -10,8 +10,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from trainer_processes import run_ranks
 from trainer_tiny import Runner, make_samples, make_settings, summarize
 
 from slime.trainer.batching.packing import pack
@@ -137,6 +139,50 @@ def numbers(runner: Runner) -> dict[str, Any]:
         everywhere |= of_rank[0]
         everywhere["loss"] = everywhere.get("loss", 0.0) + float(of_rank[1])
     return everywhere
+
+
+def run_layouts(factory: Any, models: Path, kind: str = "") -> dict[int, Path]:
+    """Runs all cases of a kind of models, for a fixture; returns the directory of each world size."""
+    directories = {size: factory.mktemp(f"ranks{size}") for size in (OF_OTHERS[kind] if kind else CASES)}
+    for size, directory in directories.items():
+        run_ranks("trainer_megatron_ranks.py", size, directory, str(models), *([kind] if kind else []))
+    return directories
+
+
+def of_one_rank(model: Path, **values: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns what `run` writes of a case, from one rank of fsdp: numbers, gradients, and the weights after a step."""
+    settings = make_settings(str(model), max_tokens_per_gpu=60, **values)
+    runner = Runner(settings)
+    found = numbers(runner)
+    gradients = {
+        name: part.clone()
+        for of, parameter in runner.backend.policy.named_parameters()
+        for name, part in runner.backend._in_files(of, parameter.grad)
+    }
+    runner.backend._optimizer.clear_gradients()
+    found["step"] = runner.run(0, make_samples(groups=4, size=4, nuclei=settings.samples_from_nuclei))
+    return found, gradients, runner.weights()
+
+
+def written(directory: Path, case: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns the numbers, gradients and weights that `run` wrote of a case; fails with the errors of its ranks."""
+    errors = [path.read_text() for path in sorted(directory.glob(f"{case}-*.error"))]
+    assert not errors, errors[0][-3000:]
+    found = json.loads((directory / f"{case}.json").read_text())
+    return found, load_file(directory / f"{case}-gradients.safetensors"), load_file(directory / f"{case}.safetensors")
+
+
+def of_transformers(model: Path, samples: list[Any]) -> torch.Tensor:
+    """Returns the log-probs of the samples' responses, end to end, as transformers computes them."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for sample in samples:
+        tokens = torch.tensor(np.asarray(sample.tokens), dtype=torch.int64)
+        log_probs = plain(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+        found.append(log_probs[-sample.response_length :])
+    return torch.cat(found)
 
 
 def run(case: str, ranks: Ranks, directory: Path, models: Path, cases: Cases) -> None:

@@ -1,6 +1,5 @@
 """Qwen3-Next and Qwen3.5 with Megatron: the numbers of transformers sample by sample, in every layout of ranks."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trainer_megatron_ranks import GATED_CASES as CASES
-from trainer_megatron_ranks import numbers
-from trainer_processes import run_ranks
+from trainer_megatron_ranks import of_one_rank, of_transformers, run_layouts, written
 from trainer_tiny import Runner, alone, make_samples, make_settings, write_gated_model
 
 from slime.converters.files.safetensors_dir import SafetensorsDir
@@ -37,9 +35,6 @@ def megatron(path: Path, **values: Any) -> Runner:
 
 @pytest.mark.parametrize("name", ["dense", "experts", "images"])
 def test_log_probs_are_those_of_transformers_for_each_sample(models: Path, name: str):
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32, attn_implementation="eager").eval()
     backend = megatron(models / name).backend
     # The log says why.
     assert not backend.can_share_prompts
@@ -50,37 +45,17 @@ def test_log_probs_are_those_of_transformers_for_each_sample(models: Path, name:
         sample.loss_mask = None
     batch = pack(samples, range(3), [0.0] * 3, [1.0] * 3, share_prompts=False)
     (found,) = backend.log_probs([batch])
-    wanted = []
-    for sample in samples:
-        tokens = torch.tensor(np.asarray(sample.tokens), dtype=torch.int64)
-        log_probs = plain(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
-        wanted.append(log_probs[-sample.response_length :])
-    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=5e-5)
+    torch.testing.assert_close(found, of_transformers(models / name, samples), rtol=1e-4, atol=5e-5)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[int, Path]:
-    directories = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in CASES}
-    for size, directory in directories.items():
-        run_ranks("trainer_megatron_ranks.py", size, directory, str(models), "gated")
-    return directories
+    return run_layouts(tmp_path_factory, models, "gated")
 
 
 @pytest.fixture(scope="module")
 def expected(models: Path) -> dict[str, Any]:
-    known = {}
-    for model in ("dense", "experts"):
-        runner = Runner(make_settings(str(models / model), max_tokens_per_gpu=60))
-        found = numbers(runner)
-        gradients = dict(
-            part
-            for name, parameter in runner.backend.policy.named_parameters()
-            for part in runner.backend._in_files(name, parameter.grad)
-        )
-        runner.backend._optimizer.clear_gradients()
-        found["step"] = runner.run(0, make_samples(groups=4, size=4))
-        known[model] = found, gradients
-    return known
+    return {name: of_one_rank(models / name) for name in ("dense", "experts")}
 
 
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]
@@ -90,18 +65,14 @@ ALL = [(size, case) for size, cases in CASES.items() for case in cases]
 def test_layouts_of_gated_models_equal_one_rank_of_fsdp(
     results: dict[int, Path], expected: dict[str, Any], world_size: int, case: str
 ):
-    directory = results[world_size]
-    errors = [path.read_text() for path in sorted(directory.glob(f"{case}-*.error"))]
-    assert not errors, errors[0][-3000:]
-    found, gradients = expected[CASES[world_size][case][0]]
-    got = json.loads((directory / f"{case}.json").read_text())
+    found, gradients, _ = expected[CASES[world_size][case][0]]
+    got, of_layout, _ = written(results[world_size], case)
     assert got["loss"] == pytest.approx(found["loss"], rel=1e-4)
     for position, values in found.items():
         if position.isdigit():
             assert got[position] == pytest.approx(values, abs=1e-4), position
     for name in ("train/grad_norm", "train/entropy_loss"):
         assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-3), name
-    of_layout = load_file(directory / f"{case}-gradients.safetensors")
     assert of_layout.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (of_layout[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name

@@ -1,16 +1,13 @@
 """MiniMax-M2 with Megatron and fsdp: the numbers of transformers, in every layout of ranks, whose norms span heads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_megatron_ranks import MINIMAX_CASES as CASES
-from trainer_megatron_ranks import numbers
-from trainer_processes import run_ranks
+from trainer_megatron_ranks import of_one_rank, of_transformers, run_layouts, written
 from trainer_tiny import Runner, alone, make_samples, make_settings, write_minimax_model
 
 from slime.converters.convert import hf_to_torch_dist
@@ -38,48 +35,25 @@ def megatron(path: Path, **values: Any) -> Runner:
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_log_probs_and_weights_are_those_of_transformers(models: Path, backend: str):
-    from transformers import AutoModelForCausalLM
-
     path = models / "minimax"
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     runner = Runner(make_settings(str(path), train_backend=backend))
     samples = make_samples()[:4]
     for sample in samples:
         sample.loss_mask = None
     (found,) = runner.backend.log_probs([pack(samples, range(4), [0.0] * 4, [1.0] * 4, share_prompts=False)])
-    wanted = []
-    for sample in samples:
-        tokens = torch.tensor(np.asarray(sample.tokens), dtype=torch.int64)
-        log_probs = plain(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
-        wanted.append(log_probs[-sample.response_length :])
-    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, of_transformers(path, samples), rtol=1e-5, atol=1e-5)
     files, weights = load_file(path / "model.safetensors"), runner.weights()
     assert weights.keys() == files.keys() and all(torch.equal(weights[name], files[name]) for name in files)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[int, Path]:
-    directories = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in CASES}
-    for size, directory in directories.items():
-        run_ranks("trainer_megatron_ranks.py", size, directory, str(models), "minimax")
-    return directories
+    return run_layouts(tmp_path_factory, models, "minimax")
 
 
 @pytest.fixture(scope="module")
 def expected(models: Path) -> dict[str, Any]:
-    known = {}
-    for model in ("minimax", "one-key"):
-        runner = Runner(make_settings(str(models / model), max_tokens_per_gpu=60))
-        found = numbers(runner)
-        gradients = dict(
-            part
-            for name, parameter in runner.backend.policy.named_parameters()
-            for part in runner.backend._in_files(name, parameter.grad)
-        )
-        runner.backend._optimizer.clear_gradients()
-        found["step"] = runner.run(0, make_samples(groups=4, size=4))
-        known[model] = found, gradients, runner.weights()
-    return known
+    return {name: of_one_rank(models / name) for name in ("minimax", "one-key")}
 
 
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]
@@ -87,24 +61,18 @@ ALL = [(size, case) for size, cases in CASES.items() for case in cases]
 
 @pytest.mark.parametrize(("world_size", "case"), ALL, ids=[case for _, case in ALL])
 def test_layouts_equal_one_rank_of_fsdp(results: dict[int, Path], expected: dict[str, Any], world_size: int, case: str):
-    directory = results[world_size]
-    errors = [path.read_text() for path in sorted(directory.glob(f"{case}-*.error"))]
-    assert not errors, errors[0][-3000:]
     found, gradients, weights = expected[CASES[world_size][case][0]]
-    got = json.loads((directory / f"{case}.json").read_text())
+    got, of_layout, updated = written(results[world_size], case)
     assert got["loss"] == pytest.approx(found["loss"], rel=1e-4)
     for position, values in found.items():
         if position.isdigit():
             assert got[position] == pytest.approx(values, abs=2e-5), position
     for name in ("train/grad_norm", "train/entropy_loss"):
         assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-4), name
-    of_layout = {
-        name: t for name, t in load_file(directory / f"{case}-gradients.safetensors").items() if BIAS not in name
-    }
+    of_layout = {name: tensor for name, tensor in of_layout.items() if BIAS not in name}
     assert of_layout.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (of_layout[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
-    updated = load_file(directory / f"{case}.safetensors")
     for name, weight in weights.items():
         torch.testing.assert_close(updated[name], weight, rtol=1e-4, atol=2e-4, msg=name)
 
