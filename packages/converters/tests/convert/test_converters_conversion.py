@@ -349,6 +349,8 @@ def test_to_hf_refuses_a_name_that_is_no_family_with_those_that_are(
     assert "error: --model-name must be one of deepseek_v3, " in error and "got 'qwenn3'; did you mean qwen3?" in error
     assert not (tmp_path / "out").exists()
     assert main([*words[:-1], "Qwen3-4B"]) == 0
+    assert main(["hf-to-torch-dist", "--hf-checkpoint", str(source), "--save", str(tmp_path / "x"), *words[-2:]]) == 2
+    assert "error: --model-name must be one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("config", "name"), [(QWEN3, "minimax_m2"), (MINIMAX, "qwen3")])

@@ -233,7 +233,10 @@ def test_an_engine_on_the_cpu_holds_packed_weights_too(words: list[str], capsys:
     "more, message",
     [
         (["--dry-run-gpus", "4", "--actor-num-gpus-per-node", "4"], "= 5 GPUs, but the node has 4; --colocate"),
-        (["--rollout-num-gpus", "1"], "--rollout-num-gpus 1 requires a machine with GPUs"),
+        (
+            ["--rollout-num-gpus", "1"],
+            "--rollout-num-gpus 1 requires a machine with GPUs: no GPU is visible here; --dry-run --dry-run-gpus",
+        ),
         (["--rollout-engine", "sglang"], "--rollout-engine sglang requires a GPU"),
         (
             ["--tensor-model-parallel-size", "4", "--train-backend", "megatron"],

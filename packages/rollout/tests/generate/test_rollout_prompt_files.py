@@ -7,15 +7,17 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from slime.rollout.cli import FIRST_OF_GENERATE, FIRST_OF_SERVE, main
-from slime.rollout.generate.offline import read_prompts
+from slime.rollout.generate.offline import UNREAD, read_prompts
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
-from slime.types.setting_values import flag_name
+from slime.types.setting_values import flag_name, value_type
 
 ROWS = [{"input": f"{n} + 1", "label": str(n + 1)} for n in range(4)]
 READ = [{"prompt": row["input"], "label": row["label"], "metadata": {}} for row in ROWS]
@@ -75,6 +77,20 @@ def test_files_without_prompts_are_refused_by_name(
     (tmp_path / name).write_text(text)
     with pytest.raises(error, match=message):
         prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_settings_of_iterations_and_evaluations_are_refused_in_place_of_ignored(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = {int: ["64"], float: ["0.5"], bool: []}.get(value_type(get_type_hints(RolloutSettings)[name])[0], ["a.b"])
+    flag, output = flag_name(name), tmp_path / "out.jsonl"
+    words = ["generate", "--hf-checkpoint", "m", "--prompts", str(write(tmp_path / "p.jsonl")), "--output", str(output)]
+    assert main([*words, flag, *value]) == 2
+    typed = " ".join([flag, *value])
+    error = capsys.readouterr().err
+    assert f"error: {typed} and slime-rollout generate cannot be used together: " in error, error
+    assert not output.exists()
 
 
 def test_a_data_set_on_the_hub_is_told_how_to_download_it() -> None:

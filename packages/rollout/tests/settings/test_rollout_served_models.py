@@ -308,6 +308,16 @@ def test_a_reward_url_may_name_a_model_of_the_run(tmp_path: Path) -> None:
         RolloutSettings(hf_checkpoint="m", rm_url="model://judge")
 
 
+def test_a_reward_that_posts_needs_a_whole_address() -> None:
+    for url in ("judge:80", "judge:80/score", "http://", "ftp://judge/score", "/score"):
+        with pytest.raises(InvalidSetting, match="--rm-url must be http://HOST:PORT/PATH, .*--rm-type remote_rm posts"):
+            RolloutSettings(hf_checkpoint="m", rm_type="remote_rm", rm_url=url)
+        # A function of the user's reads it as it likes.
+        assert RolloutSettings(hf_checkpoint="m", custom_rm_path="a.b", rm_url=url).rm_url == url
+    for url in ("http://judge", "https://judge:80/score?x=1", "HTTP://[::1]:80"):
+        assert RolloutSettings(hf_checkpoint="m", rm_type="remote_rm", rm_url=url).rm_url == url
+
+
 KEYS = ("name", "sglang", "engine_groups", *MODEL_KEYS, *GROUP_KEYS)
 TEXT = st.text(max_size=8)
 VALUES: st.SearchStrategy[Any] = st.recursive(

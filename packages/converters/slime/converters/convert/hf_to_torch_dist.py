@@ -137,7 +137,8 @@ def read_model(
     if not path.is_dir():
         raise no_directory(path, "--hf-checkpoint")
     with errors_name("--hf-checkpoint"):
-        config = read_model_config(path, model_name)
+        read_model_config(path)
+    config = read_model_config(path, model_name)
     with errors_name_family(path, model_name):
         check_model_args(dict(megatron_args), dict(config))
         args = model_args(config, megatron_args)

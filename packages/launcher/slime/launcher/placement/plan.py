@@ -125,7 +125,7 @@ def plan_placement(
         )  # fmt: skip
     if not any(counts):
         if rollout.rollout_num_gpus:
-            raise no_gpu_for(rollout.rollout_num_gpus)
+            raise no_gpu_for(rollout.rollout_num_gpus, "--dry-run --dry-run-gpus N plans for nodes that have them")
         if launcher.num_gpus_per_node is not None:
             limit = launcher.num_gpus_per_node
             raise InvalidSetting.requires(

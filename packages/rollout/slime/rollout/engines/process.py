@@ -28,6 +28,8 @@ from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, error_
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 50
+# The flag by which the program of an engine calls its model: users of a run have never typed it.
+MODEL_FLAG = "--model-path"
 # An engine that listens on all addresses is called at the loopback address.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -123,7 +125,7 @@ class EngineProcess:
         if "error" in message:
             self._await_exit(30.0)
             self.stop()
-            raise _as_error(message["error"])
+            raise _as_error(message["error"], self.name)
         if "port" not in message:
             self._await_exit(30.0)
             self.stop()
@@ -253,7 +255,8 @@ def describe_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _as_error(detail: Mapping[str, Any]) -> SlimeError:
-    """Returns the error that the engine announced, with its original class."""
+def _as_error(detail: Mapping[str, Any], engine: str) -> SlimeError:
+    """Returns the error that the engine announced, with its original class and without the flag of its own program."""
     cls = error_classes().get(detail["type"], EngineError)
-    return cls.restore(detail["message"], field=detail["field"], value=detail["value"], expected=detail["expected"])
+    message = detail["message"].replace(MODEL_FLAG, f"the model of engine {engine}")
+    return cls.restore(message, field=detail["field"], value=detail["value"], expected=detail["expected"])

@@ -77,13 +77,13 @@ def _cannot_run(
     return None
 
 
-def no_gpu_for(rollout_num_gpus: int) -> InvalidSetting:
-    """Returns the error for `--rollout-num-gpus` on a machine without GPUs."""
+def no_gpu_for(rollout_num_gpus: int, instead: str = "") -> InvalidSetting:
+    """Returns the error for `--rollout-num-gpus` on a machine without GPUs. instead: another way out, in words."""
     return InvalidSetting.requires(
         f"--rollout-num-gpus {rollout_num_gpus}",
         "a machine with GPUs",
-        "no GPU is visible here; --rollout-num-engines sets how many engines run on the CPU, as num_engines in the "
-        "file of --sglang-config does",
+        f"no GPU is visible here; {f'{instead}, and ' if instead else ''}--rollout-num-engines sets how many engines "
+        "run on the CPU, as num_engines in the file of --sglang-config does",
     )
 
 

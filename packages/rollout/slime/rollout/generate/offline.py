@@ -26,6 +26,7 @@ from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, counted
 from slime.types.files import check_readable, hub_hint
 from slime.types.prompt_files.readers import READERS, read_jsonl, reader_of
 from slime.types.prompt_files.slices import split_slice
+from slime.types.settings import spelled
 
 PROMPTS = "--prompts"
 PACKAGE = "slime-rollout"
@@ -36,6 +37,23 @@ IDENTIFYING = (
     "rollout_top_k", "rollout_max_response_len", "rollout_max_prompt_len", "rollout_max_context_len", "rollout_stop",
     "rollout_stop_token_ids", "rollout_skip_special_tokens", "deterministic", "rollout_seed",
 )  # fmt: skip
+_ALL = "it answers each prompt once, and drops no group"
+_OWN = "it answers the prompts of --prompts"
+_EVALUATION = "it evaluates nothing, and samples as training does"
+# Settings of a service's iterations and evaluations -> the reason why this command does not read them.
+UNREAD = {
+    **dict.fromkeys((
+        "rollout_batch_size", "over_sampling_batch_size", "partial_rollout", "dynamic_sampling_filter_path",
+    ), _ALL),
+    **dict.fromkeys(("load_forge_rollout_data", "rollout_function_path", "data_source_path"), _OWN),
+    **dict.fromkeys((
+        "eval_function_path", "eval_reward_key", "eval_temperature", "eval_top_p", "eval_top_k",
+        "eval_max_response_len", "eval_max_prompt_len", "eval_max_context_len", "eval_min_new_tokens",
+        "n_samples_per_eval_prompt", "custom_eval_rollout_log_function_path",
+    ), _EVALUATION),
+    "custom_rollout_log_function_path": "it prints the metrics",
+    "save_debug_rollout_data": "--output holds the samples",
+}  # fmt: skip
 
 
 class _PromptsOfFile(MemorySource):
@@ -86,9 +104,10 @@ def generate_file(
     server: answers in place of engines.
     Prompts without tokens, or longer than `--rollout-max-prompt-len` or the context, are left out and counted. No
     sample is dropped by a filter.
-    Raises what `read_prompts` raises; InvalidSetting for an `output` that cannot be a file
-    or, without `overwrite`, is a file that is not empty.
+    Raises what `read_prompts` raises; InvalidSetting for a setting of iterations or evaluations, and for an `output`
+    that cannot be a file or, without `overwrite`, is a file that is not empty.
     """
+    _check_unread(settings)
     check_output(output, overwrite)
     if server is not None:
         check_settings(settings)
@@ -164,6 +183,13 @@ def _generate(
 def _refusals(source: _PromptsOfFile, total: int) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in source.rejected.items())
     return f"{sum(source.rejected.values())} of {counted(total, 'prompt')} ({reasons})"
+
+
+def _check_unread(settings: RolloutSettings) -> None:
+    """Raises InvalidSetting for a setting that would have no effect."""
+    for name, reason in UNREAD.items():
+        if getattr(settings, name) != getattr(RolloutSettings, name):
+            raise InvalidSetting.conflict(spelled(settings, name), "slime-rollout generate", reason)
 
 
 def _check_template(settings: RolloutSettings, prompts: str) -> None:

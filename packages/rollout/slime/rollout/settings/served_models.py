@@ -78,7 +78,7 @@ class ModelSettings:
         would use.
         """
         settings = cast("RolloutSettings", self)
-        self._check_reward_url(settings.rm_url)
+        self._check_reward_url(settings.rm_url, posts=settings.rm_type == "remote_rm")
         if self.sglang_config is not None and self.prefill_num_servers is not None:
             raise InvalidSetting.conflict(PREFILL_FLAG, FLAG, "worker_type in the file says what engines do")
         source = self.models_source
@@ -118,7 +118,9 @@ class ModelSettings:
                     worker = f".worker_type {group.worker_type}" if self.sglang_config else ""
                     refuse_in_pairs(of_group, f"{self.place_of(group)}{worker}")
 
-    def _check_reward_url(self, rm_url: str | None) -> None:
+    def _check_reward_url(self, rm_url: str | None, *, posts: bool) -> None:
+        """Raises InvalidSetting for an address that cannot be one. posts: whether a built-in reward posts there; what
+        other functions do with it, they know."""
         if rm_url is None:
             return
         try:
@@ -126,6 +128,9 @@ class ModelSettings:
         except ValueError as error:
             raise InvalidSetting.must_be("--rm-url", f"a URL ({error})", got=rm_url) from None
         if parts.scheme != MODEL_SCHEME:
+            if posts and (parts.scheme not in ("http", "https") or not parts.hostname):
+                expected = f"http://HOST:PORT/PATH, https:// or {MODEL_SCHEME}://NAME/PATH"
+                raise InvalidSetting.must_be("--rm-url", expected, got=rm_url, reason="--rm-type remote_rm posts there")
             return
         if parts.query or parts.fragment:
             raise InvalidSetting.must_be(

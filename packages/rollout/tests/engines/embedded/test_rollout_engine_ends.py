@@ -143,6 +143,16 @@ def test_weights_that_lack_a_tensor_or_are_cut_off_are_refused(directory: Path, 
         (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
+def test_a_model_without_weights_is_named_without_the_flag_of_the_engines_program(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with (
+        start_embedded(EmbeddedOptions(model_path=str(tmp_path)), name="embedded-7") as process,
+        pytest.raises(InvalidFile, match=f"^the model of engine embedded-7: {tmp_path} has no weights: expected model"),
+    ):
+        process.wait_ready(60.0)
+
+
 @pytest.mark.parametrize(
     "path, body, field",
     [

@@ -98,7 +98,7 @@ def check_given(values: Mapping[str, Any]) -> None:
             continue
         items = value if isinstance(value, list) else [value]
         if not all(item in row.accepts for item in items):
-            accepted = " ".join(str(item) for item in row.accepts)
+            accepted = " or ".join(str(item) for item in row.accepts)
             instead = None if isinstance(value, bool) else f"{row.flag} {accepted}"
             raise NotAvailable.unavailable(_as_typed(values, name), row.note, instead)
     _check_conflicts(values)
