@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.launcher.config import run_config
+from slime.launcher.config.checks.plugins import check_plugins
 from slime.launcher.config.eval_config import apply_eval_config
 from slime.launcher.config.run_config import RunConfig
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, SlimeError
@@ -41,6 +42,13 @@ def test_eval_config_gives_each_set_its_own_settings(tmp_path: Path) -> None:
         parse("--eval-config", str(path), "--eval-prompt-data", "a", "b")
     with pytest.raises(MissingFile, match="--eval-config"):
         parse("--eval-config", str(tmp_path / "none.yaml"))
+
+
+def test_an_unknown_reward_of_a_set_is_named_with_the_set(tmp_path: Path) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text(EVAL.replace("rm_type: math", "rm_type: mth"))
+    with pytest.raises(InvalidSetting, match="^--eval-config: greedy: --rm-type: unknown .* 'mth'; did you mean math"):
+        check_plugins(parse("--eval-config", str(path)).flat)
 
 
 def test_plugins_find_every_evaluation_set_with_its_name() -> None:

@@ -130,6 +130,8 @@ def test_the_first_recorded_rollout_is_looked_for_before_anything_starts(
             "--n-samples-per-prompt", "2"]  # fmt: skip
     assert main([*line, "--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")]) == 2
     assert f"no such file {tmp_path}/0.pt" in capsys.readouterr().err
+    assert main([*line, "--load-debug-rollout-data", str(tmp_path / "config.json")]) == 2
+    assert f"-data {tmp_path}/config.json must be a recorded rollout, got" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

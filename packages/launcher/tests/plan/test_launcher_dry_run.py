@@ -16,6 +16,7 @@ from slime.launcher import cli
 from slime.launcher.plan.activations import plain
 from slime.launcher.plan.trainer_memory import byte_size
 from slime.launcher.platform import probes
+from slime.rollout.recordings.rollouts import write_rollout
 
 
 @pytest.fixture
@@ -287,7 +288,8 @@ def test_halves_of_a_run_are_planned_alone(
     lines = plan(words, *machine, "--debug-rollout-only", "--rollout-num-gpus", "3", capsys=capsys)
     assert "  --debug-rollout-only: no trainer" in lines and "  GPU 2: sglang-2" in lines
     assert not any(line.startswith("  GPU") and "trainer" in line for line in lines)
-    lines = plan(words, *machine, "--load-debug-rollout-data", str(tmp_path / "p.jsonl"), capsys=capsys)
+    write_rollout(tmp_path / "recorded", 0, [])
+    lines = plan(words, *machine, "--load-debug-rollout-data", str(tmp_path / "recorded"), capsys=capsys)
     assert "  GPU 1: trainer rank 1 (dp 1)" in lines and "  --debug-train-only: no engine" in lines
 
 

@@ -185,7 +185,14 @@ def test_a_service_records_rollouts_and_evaluations_apart(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "template, message", [("{step}", "KeyError"), ("{rollout_id:d}", "ValueError"), ("{}", "IndexError")]
+    "template, message",
+    [
+        ("{step}", "KeyError"),
+        ("{rollout_id:d}", "ValueError"),
+        ("{}", "IndexError"),
+        ("", "the path of a file, got ''"),
+        ("/", "the path of a file, got '/'"),
+    ],
 )
 def test_a_template_that_does_not_fit_is_refused(template: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message) as raised:

@@ -95,6 +95,8 @@ def test_what_is_trained_on_is_written_without_pickles(model: str, backend: str,
     ("path", "ranks", "words"),
     [
         ("{rollout_id}", 2, "{rank} in it, got '{rollout_id}': there are 2 ranks"),
+        ("", 1, "the path of a file, got ''"),
+        (".", 1, "the path of a file, got '.'"),
         ("one", 8, "{rank} in it, got 'one': there are 8 ranks"),
         ("{x}", 1, "no fields but {rollout_id} and {rank}, got '{x}': KeyError: 'x'"),
     ],

@@ -30,6 +30,8 @@ from slime.v1 import sample_pb2
 
 MAGIC = b"slime rollout 1\n"
 LENGTH = struct.Struct("<Q")
+# Beginnings of files of `torch.save`: a ZIP archive, or in older versions a pickle.
+TORCH = (b"PK", b"\x80")
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,16 @@ class RecordedRollout:
 
 
 def check_template(flag: str, template: str) -> None:
-    """Raises InvalidSetting for a template with fields other than {rollout_id}."""
+    """Raises InvalidSetting for a template with fields other than {rollout_id}, or without the name of a file."""
     try:
-        template.format(rollout_id="0")
+        name = Path(template.format(rollout_id="0")).name
     except (KeyError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InvalidSetting.must_be(
             flag, "a path with no field but {rollout_id}", got=template, reason=reason
         ) from None
+    if not name:
+        raise InvalidSetting.must_be(flag, "the path of a file", got=template)
 
 
 def has_one_file(template: str) -> bool:
@@ -105,6 +109,14 @@ def record_evaluation(template: str | None, rollout_id: int, data: Mapping[str, 
         for group in group_samples(list(result.get("samples") or ()), 1)
     ]
     write_rollout(path_of(template, rollout_id, evaluation=True), rollout_id, parts)
+
+
+def check_beginning(path: Path, flag: str) -> None:
+    """Raises MissingFile, or InvalidFile for a file that does not begin like a recording of either kind."""
+    check_readable(path, flag)
+    with path.open("rb") as file:
+        if not file.read(len(MAGIC)).startswith((MAGIC, *TORCH)):
+            raise InvalidFile.must_be(f"{flag} {path}", "a recorded rollout", got="a file of another kind")
 
 
 def read_rollout(path: Path, *, flag: str = "", group_size: int = 1) -> RecordedRollout:

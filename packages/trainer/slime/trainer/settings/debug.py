@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from slime.types.errors import InvalidSetting
 from slime.types.setting_values import flag_name
@@ -77,11 +78,13 @@ def check_template(path: str | None, ranks: int = 1) -> None:
         return
     flag = flag_name("save_debug_train_data")
     try:
-        paths = {path.format(rollout_id=0, rank=rank) for rank in (0, 1)}
+        paths = {Path(path.format(rollout_id=0, rank=rank)) for rank in (0, 1)}
     except (KeyError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InvalidSetting.must_be(
             flag, "a path with no fields but {rollout_id} and {rank}", got=path, reason=reason
         ) from None
+    if not all(each.name for each in paths):
+        raise InvalidSetting.must_be(flag, "the path of a file", got=path)
     if ranks > 1 and len(paths) == 1:
         raise InvalidSetting.must_be(flag, "a path with {rank} in it", got=path, reason=f"there are {ranks} ranks")

@@ -9,7 +9,6 @@ from slime.launcher.config.catalogue import as_typed
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.trainer.settings.debug import check_template as check_train_data
 from slime.types.errors import InvalidSetting
-from slime.types.files import check_readable
 
 ROLLOUT_DUMP = "rollout_data/{rollout_id}.rollout"
 TRAIN_DUMP = "train_data/{rollout_id}_{rank}.safetensors"
@@ -116,13 +115,14 @@ def _check_replay(args: Mapping[str, Any]) -> None:
 
 
 def check_recordings(args: Mapping[str, Any]) -> None:
-    """Raises MissingFile if the number of the first recorded rollout is known and its file does not exist."""
+    """Raises MissingFile or InvalidFile if the number of the first recorded rollout is known and there is no recording
+    in its file."""
     template, first = args["load_debug_rollout_data"], args["start_rollout_id"]
     if template is None or (first is None and args["load"] is not None):
         return
-    from slime.rollout.recordings.rollouts import path_of
+    from slime.rollout.recordings.rollouts import check_beginning, path_of
 
-    check_readable(path_of(template, first or 0), "--load-debug-rollout-data")
+    check_beginning(path_of(template, first or 0), "--load-debug-rollout-data")
 
 
 def check_asynchronous(args: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from slime.launcher.config.catalogue import declared
 from slime.launcher.runner.flags import AGENT_ROLLOUT
 from slime.rollout.agents.settings import AgentSettings
 from slime.rollout.rewards.registry import reward_function
-from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.errors import ConfigError, InvalidSetting, NotAvailable
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.plugins import load_plugin
 from slime.types.setting_values import flag_name
@@ -30,7 +30,10 @@ def check_plugins(args: Mapping[str, Any]) -> None:
             if overrides.get(key):
                 load_plugin(overrides[key], flag=flag_name(key), label=f"--eval-config: {name}.{key}")
         if overrides.get("rm_type"):
-            reward_function(overrides["rm_type"])
+            try:
+                reward_function(overrides["rm_type"])
+            except ConfigError as error:
+                raise error.at(f"--eval-config: {name}") from None
     for name, flag in flags.items():
         value = args.get(name)
         if flag_name(name) in CONTRACTS and value and value != flag.default:
