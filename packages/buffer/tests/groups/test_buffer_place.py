@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.types.clients import BufferClient
-from slime.types.errors import InvalidFile, InvalidSetting, MissingFile
+from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, OutOfSpace
 
 
 @contextmanager
@@ -124,6 +125,37 @@ def test_a_directory_that_was_used_goes_on_and_one_that_is_behind_is_refused(tmp
     )
     with pytest.raises(InvalidSetting, match="--buffer-dir has handed out 5 groups, .* after 9"):
         serve(BufferSettings(n_samples_per_prompt=2, data_place=str(tmp_path / "late"), **options))  # type: ignore[arg-type]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Limits the files that this process writes, which ends writes as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_start_that_ended_while_it_restored_samples_is_repeated(tmp_path: Path) -> None:
+    responses = ["begun", "long" * 1_000_000]
+    with buffer() as client:
+        client.open_run("one")
+        client.add_prompts(["a", "b"])
+        for leased, response in zip(client.lease_groups(2), responses, strict=True):
+            samples = leased.group.samples
+            samples[0].response = response
+            client.return_group(leased.token, samples)
+        (tmp_path / "place").write_bytes(client.read_place(-1))
+    options = {"buffer_dir": str(tmp_path / "state"), "data_place": str(tmp_path / "place")}
+    with largest_file(2_000_000), pytest.raises(OutOfSpace, match="group 1: no space"), buffer(**options):
+        pass
+    with buffer(**options) as client:
+        client.open_run("two")
+        assert [leased.group.samples[0].response for leased in client.lease_groups(2)] == responses
+    left = [path.read_bytes() for path in (tmp_path / "state" / "lost+found").glob("*/*")]
+    assert len(left) == 1 and b"begun" in left[0]
 
 
 @pytest.mark.parametrize("content", ["", "[]\n", '{"format": 2}\n', '{"format": 1}\n', "no json\n"])

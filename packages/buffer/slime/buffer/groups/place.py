@@ -24,6 +24,7 @@ from typing import Any
 
 from slime.buffer.groups.prompts import TRAIN, Prompts
 from slime.buffer.groups.samples import encoded_samples
+from slime.buffer.maintenance.strays import RESTORING
 from slime.buffer.store.base import Group, Payloads, State, Store
 from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
 
@@ -91,6 +92,10 @@ def restore_place(path: str, store: Store, prompts: Prompts, payloads: Payloads)
         return
     identity = None if prompts.dataset is None else prompts.dataset.identity
     with store.transaction():
+        # If this start ends before the next transaction does, the next start finds samples that no group names.
+        store.put(RESTORING, header["next_group_index"])
+    with store.transaction():
+        store.put(RESTORING, 0)
         for name in NUMBERS:
             store.put(name, header[name])
         for batch in batches:

@@ -2,7 +2,7 @@
 
 A process that dies between writing samples and naming them leaves such a payload; so does one that dies before it
 deletes the samples that were replaced. Payloads of groups that the database never leased show that the database is
-older than they are.
+older than they are, unless it was about to restore these groups from a place in the data.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from slime.types.errors import InvalidFile, counted
 
 log = logging.getLogger(__name__)
 
+# In the store: groups below this index are being restored from a place in the data, with their samples.
+RESTORING = "restoring"
+
 
 def find_strays(store: Store, payloads: Payloads) -> tuple[set[str], set[str]]:
     """Returns (names that a crash may have left, names that are newer than the database)."""
     strays = payloads.names() - store.payload_names()
     indexes = {index for name in strays if (index := group_of(name)) is not None}
     leased = {group.group_index for group in store.groups(indexes=sorted(indexes)) if group.attempt}
-    newer = {name for name in strays if (index := group_of(name)) is not None and index not in leased}
+    restoring = store.get(RESTORING, 0)
+    newer = {n for n in strays if (index := group_of(n)) is not None and index not in leased and index >= restoring}
     return strays - newer, newer
 
 
