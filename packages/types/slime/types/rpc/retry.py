@@ -146,6 +146,8 @@ class _RetriedStream:
                 if self._begun or self._cancelled or not self._attempts.pause_after(error):
                     raise
                 self._call = self._start()
+                if self._cancelled:  # in the pause, when there was only the call that had failed
+                    self._call.cancel()
             else:
                 self._begun = True
                 return message
