@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from slime.launcher.metrics.sinks.base import Metrics, Sink
+from slime.launcher.platform.http_server import LimitedHandler, LimitedServer
 from slime.types.clients import BufferClient, RolloutClient, TrainerClient
 from slime.types.clients.base import Client
 from slime.types.errors import PortInUse, SlimeError
@@ -56,13 +56,12 @@ class PrometheusServer(Sink):
         self._registry.register(self)
         handler = type("Handler", (_Handler,), {"exporter": self})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = LimitedServer((host, port), handler)
         except OSError as error:
             raise PortInUse(
                 f"--metrics-port {port}: cannot listen on {host}: {error.strerror}",
                 field="--metrics-port", value=port, expected="a free port",
             ) from error  # fmt: skip
-        self._server.daemon_threads = True
         self.address = f"{host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
@@ -170,7 +169,7 @@ def _labelled(name: str, about: str, label: str, values: Mapping[str, float]) ->
     return family
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LimitedHandler):
     exporter: PrometheusServer
     timeout = REQUEST_SECONDS
 

@@ -12,10 +12,10 @@ import logging
 import secrets
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl
 
+from slime.launcher.platform.http_server import LimitedHandler, LimitedServer
 from slime.types.errors import SlimeError
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,8 @@ HEADERS = {
 }
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(LimitedServer):
     """Serves `page` at /WORD/ and answers at /WORD/data/NAME?PARAMETERS."""
-
-    daemon_threads = True
 
     def __init__(self, page: str, answer: Callable[[str, dict[str, str]], Any], port: int = 0) -> None:
         """port: 0 lets the system choose. Raises OSError if it is taken."""
@@ -44,10 +42,6 @@ class PageServer(ThreadingHTTPServer):
         self.answer = answer
         self.word = secrets.token_urlsafe(16)
         self._word_once: str | None = None
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keeps quiet about a browser that leaves in the middle of an answer, for the sake of the run's terminal."""
-        log.debug("a request failed", exc_info=True)
 
     @property
     def url(self) -> str:
@@ -70,7 +64,7 @@ class PageServer(ThreadingHTTPServer):
         return {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LimitedHandler):
     server: PageServer
     timeout = REQUEST_SECONDS
     protocol_version = "HTTP/1.1"
