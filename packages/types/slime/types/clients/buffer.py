@@ -108,11 +108,12 @@ class BufferClient(Client):
 
         pace: leases no more groups than can be trained on within its staleness.
         """
+        # The id lets a retry get the groups of an answer that was lost, or came after the deadline of its call.
+        request_id = secrets.token_hex(8)
 
         def lease(wait: float) -> list[LeasedGroup]:
-            # The id lets a retry get the groups of an answer that was lost.
             request = buffer_pb2.LeaseGroupsRequest(
-                request_id=secrets.token_hex(8),
+                request_id=request_id,
                 writer=self._writer(),
                 worker_id=worker_id or f"{socket.gethostname()}-{os.getpid()}",
                 max_groups=max_groups,
