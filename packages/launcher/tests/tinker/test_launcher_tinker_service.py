@@ -311,3 +311,26 @@ def test_a_signal_while_the_engine_starts_leaves_nothing_behind(
     words = ["--hf-checkpoint", str(directory), "--port", "0", "--output-dir", str(tmp_path)]
     assert main("tinker", words) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_snapshots_of_a_service_that_was_killed_go_with_the_next_one(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--hf-checkpoint", str(directory), "--port", "0", "--output-dir", str(tmp_path)]
+    killed = """
+import os, signal, sys
+import slime.rollout.launch
+from slime.launcher.tinker.command import main
+
+slime.rollout.launch.start_engines = lambda settings: os.kill(os.getpid(), signal.SIGKILL)
+main("tinker", sys.argv[1:])
+"""
+    assert subprocess.run([sys.executable, "-c", killed, *words], check=False).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(".snapshots-*"))
+
+    def stop(settings: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("slime.rollout.launch.start_engines", stop)
+    assert main("tinker", words) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,6 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from slime.rollout.engines.keys import read_key
 from slime.types.directories import path_errors
 from slime.types.errors import ConfigError, InvalidSetting, PortInUse, SlimeError
 from slime.types.rpc.token_files import LOCALHOST, publish, retract
+from slime.types.scratch import ScratchDirectory
 from slime.types.setting_values import named_path
 from slime.types.settings import build
 
@@ -130,12 +130,13 @@ def serve(options: Any) -> None:
 
         with path_errors(options.output_dir, "--output-dir"):
             options.output_dir.mkdir(parents=True, exist_ok=True)
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=options.output_dir, prefix=".snapshots-"))
+            scratch = ScratchDirectory(".snapshots-", str(options.output_dir))
+        stack.callback(scratch.close)
         engines = start_engines(build(RolloutSettings, values))
         stack.callback(stop_all, engines)
         names = [options.hf_checkpoint, str(directory), *([options.model_name] if options.model_name else [])]
         served = Served(
-            directory, tuple(dict.fromkeys(names)), 0, CheckpointStore(options.output_dir.resolve()), Path(scratch),
+            directory, tuple(dict.fromkeys(names)), 0, CheckpointStore(options.output_dir.resolve()), scratch.path,
             bf16=options.bf16, keep=options.keep_snapshots, full_weights=options.full_weights,
         )  # fmt: skip
         if options.full_weights:
