@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -34,6 +35,14 @@ def test_an_answer_that_the_engine_cuts_off_is_an_error_of_the_engine() -> None:
         threading.Thread(target=server.handle_request, daemon=True).start()
         conversation = Conversation(f"http://127.0.0.1:{server.server_port}", None, "", has_template=False)
         with pytest.raises(EngineError, match="the engine does not answer: IncompleteRead"):
+            list(conversation.answer("x"))
+
+
+def test_an_engine_that_hangs_is_an_error_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.launcher.cli.chat.PIECE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        conversation = Conversation(f"http://127.0.0.1:{hanging.getsockname()[1]}", None, "", has_template=False)
+        with pytest.raises(EngineError, match="the engine does not answer: timed out"):
             list(conversation.answer("x"))
 
 

@@ -23,6 +23,8 @@ from slime.types.settings import build
 # Tokens of an answer of a model that comes from no run.
 MOST_TOKENS = 512
 MOST_TEMPERATURE = 100
+# Longest wait for the next piece of an answer: a large model on a CPU reads a long message for minutes.
+PIECE_SECONDS = 3600.0
 
 
 def parser(command: str) -> CommandParser:
@@ -162,7 +164,7 @@ class Conversation:
         # A proxy cannot reach our loopback interface.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request) as response:
+            with opener.open(request, timeout=PIECE_SECONDS) as response:
                 for line in response:
                     event = line.decode().strip().removeprefix("data: ")
                     if not event or event == "[DONE]":
