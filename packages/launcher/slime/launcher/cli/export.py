@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from slime.launcher.config.help import CommandParser
 from slime.launcher.run_directory.checkpoints import held
 from slime.types.directories import check_replaceable, path_errors, read_mark, whole_directory
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, SlimeError, Unavailable, errors_name
+from slime.types.scratch import ScratchDirectory
 from slime.types.setting_values import named_path
 
 FORMATS = ("hf", "gguf", "adapter")
@@ -106,8 +106,10 @@ def export(run: Path, output: Path, form: str, step: int | None = None) -> Path:
             with _errors_of_output():
                 return to_hf.convert(source, output, fallback_hf_dir=tokenizer)
         if not (source / "config.json").is_file():
-            directory = opened.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent))
-            source = to_hf.convert(source, Path(directory) / "hf", fallback_hf_dir=tokenizer)
+            with path_errors(output, "--output"):
+                between = ScratchDirectory(".export-", str(output.parent))
+            opened.callback(between.close)
+            source = to_hf.convert(source, between.path / "hf", fallback_hf_dir=tokenizer)
         return hf_to_gguf.convert(source, output, argument=f"RUN|MODEL {run}")
 
 
