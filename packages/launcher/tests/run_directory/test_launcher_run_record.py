@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from slime.launcher.config import run_config
 from slime.launcher.config.record import write_record
 from slime.launcher.metrics.silence import SilenceWatch
 from slime.types import Sample
+from slime.types.errors import OutOfSpace
 
 WORDS = ["--hf-checkpoint", "m", "--prompt-data", "p.jsonl", "--num-rollout", "2", "--n-samples-per-prompt", "2"]
 
@@ -90,3 +93,16 @@ def test_steps_without_a_gradient_are_told_whatever_the_reason(tmp_path: Path) -
     watch = SilenceWatch()
     told = [watch.look(step, EQUAL | {"train/grad_norm": 0.0}, [], tmp_path) for step in range(4)]
     assert [text is not None for text in told] == [False, True, False, False] and "the same reward" in str(told[1])
+
+
+def test_a_disk_that_is_full_when_a_run_is_recorded_is_an_error_by_name(tmp_path: Path) -> None:
+    (tmp_path / "command.txt").touch()
+    os.truncate(tmp_path / "command.txt", 1 << 24)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A limit of files ends writes as a full disk does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, limits[1]))
+    try:
+        with pytest.raises(OutOfSpace, match=r"--output-dir: .*command\.txt"):
+            write_record(tmp_path, parse(), ["slime", "train"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -17,6 +17,7 @@ import yaml
 
 from slime.launcher.config.catalogue import FAMILIES, declared
 from slime.launcher.config.run_config import RunConfig
+from slime.types.directories import path_errors
 from slime.types.files import check_file_place, write_whole
 
 SETTINGS, COMMAND, VERSIONS = "run.yaml", "command.txt", "versions.json"
@@ -45,7 +46,7 @@ def write_record(directory: Path, config: RunConfig, command: Sequence[str]) -> 
     write_whole(directory / SETTINGS, settings_text(config))
     write_whole(directory / VERSIONS, json.dumps(versions(), indent=2) + "\n")
     check_file_place(directory / COMMAND, field="--output-dir")
-    with (directory / COMMAND).open("a", encoding="utf-8") as file:
+    with path_errors(directory / COMMAND, "--output-dir"), (directory / COMMAND).open("a", encoding="utf-8") as file:
         file.write(f"# {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}, in {Path.cwd()}\n{shlex.join(command)}\n")
 
 

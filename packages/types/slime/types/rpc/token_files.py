@@ -12,6 +12,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from slime.types.directories import path_errors
 from slime.types.errors import InvalidFile
 
 LOCALHOST = "127.0.0.1"
@@ -49,11 +50,16 @@ def _is_private(directory: Path) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that only this user can read, as a whole."""
+    """Writes a file that only this user can read, as a whole. Raises OutOfSpace, InvalidSetting."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-        file.write(text)
-    partial.replace(path)
+    with path_errors(path, "token"):
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(text)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def publish(address: str, token: str) -> Path:
