@@ -1,13 +1,17 @@
-"""The supervisor's records of service processes."""
+"""The supervisor's records of service processes, and the last lines of their logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from slime.launcher.services.watch import HealthProbe, WatchedProcess
 from slime.types.errors import SlimeError
 from slime.types.rpc import RpcSettings
+
+# The most of a log that is read: it may be larger than the memory.
+TAIL_BYTES = 64 << 10
 
 
 class Repeats(Protocol):
@@ -42,3 +46,13 @@ class Process:
     address: str = ""
     watched: WatchedProcess | None = None
     probe: HealthProbe | None = None
+
+
+def last_lines(log: Path, count: int) -> str:
+    """Returns the last lines of a log, each on a line of its own that begins with "|"; "" if there are none."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-count:]
+    return "".join(f"\n    | {line}" for line in [f"last lines of {log}:", *lines]) if lines else ""

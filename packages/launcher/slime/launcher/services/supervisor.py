@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from slime.launcher.placement.plan import ServiceNode
 from slime.launcher.services.credentials import Authority
-from slime.launcher.services.processes import Process, Repeats, Start
+from slime.launcher.services.processes import Process, Repeats, Start, last_lines
 from slime.launcher.services.watch import LOOK_SECONDS, HealthProbe, WatchedProcess, kill_all
 from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings
@@ -334,11 +334,7 @@ class Supervisor:
         wait({self._death}, timeout=AFTERMATH_SECONDS)
 
     def last_lines(self, name: str, count: int = 15) -> str:
-        path = self.log_dir / f"{name}.log"
-        lines = path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
-        if not lines:
-            return ""
-        return "".join(f"\n    | {line}" for line in [f"last lines of {path}:", *lines])
+        return last_lines(self.log_dir / f"{name}.log", count)
 
     def stop(self) -> None:
         """Stops the services in reverse order of their start, those of one kind together, then their processes. Safe to
