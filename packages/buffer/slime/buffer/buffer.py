@@ -96,7 +96,7 @@ class Buffer:
             )
             self.steps = Steps(self.store, self.payloads, release_committed=settings.release_committed is not False)
             self.quarantine = Quarantine(
-                self.store, self.payloads, self.steps, lambda steps: self.waits.wake(COMPLETED, steps)
+                self.store, self.payloads, self.steps, lambda: self.waits.wake(COMPLETED, WAITING_CALLS)
             )
             self.quarantine.check((State.READY, State.LEASED, State.COMPLETED, State.SEALED))
             self.detached = None if blobs is None else DetachedSteps(self.steps, blobs)

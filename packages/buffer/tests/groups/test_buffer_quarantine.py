@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from buffer_samples import complete, finish
 
+from slime.buffer.groups.run_lock import WriterId
+from slime.buffer.waits import Caller
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidField, LeaseLost, NotFound, WrongState
 
@@ -44,6 +48,35 @@ def test_a_sealed_group_leaves_and_its_step_is_planned_again(client, quarantine)
     (stored,) = client.read_groups(group_indexes=[1])
     assert stored.group.samples[0].response == ("345" if quarantine else "")
     assert (gone.payload_bytes > 0) is quarantine
+
+
+def test_a_step_that_waits_for_several_groups_learns_that_the_one_before_it_was_unsealed(serving, write_jsonl):
+    served = serving(prompt_data=write_jsonl([{"input": f"q{i}"} for i in range(5)]))
+    waiting, failed, caller = threading.Event(), threading.Event(), Caller()
+
+    class Entered(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waiting.set()
+            return super().wait(timeout)
+
+    caller.wake_event = Entered()
+
+    def seal() -> None:
+        with pytest.raises(WrongState, match="step 1 cannot be sealed before step 0"):
+            served.buffer.seal(writer, 1, 5, wait=60.0, caller=caller)
+        failed.set()
+
+    with BufferClient(served.address) as client:
+        opened = client.open_run("run")
+        writer = WriterId(opened.run_id, opened.incarnation)
+        complete(client, 4)
+        client.seal_step(0, 3)
+        thread = threading.Thread(target=seal)
+        thread.start()
+        assert waiting.wait(20.0)
+        client.drop_groups([0])
+        assert failed.wait(10.0)
+        thread.join()
 
 
 def test_a_crash_behind_the_drop_seals_what_is_left(client):

@@ -23,8 +23,8 @@ PAGE = 64
 class Quarantine:
     """Takes groups out of the run. Unless they say otherwise, methods that write are called inside a transaction."""
 
-    def __init__(self, store: Store, payloads: Payloads, steps: Steps, on_unsealed: Callable[[int], None]) -> None:
-        """on_unsealed: called with the number of groups that are COMPLETED again."""
+    def __init__(self, store: Store, payloads: Payloads, steps: Steps, on_unsealed: Callable[[], None]) -> None:
+        """on_unsealed: called when groups are COMPLETED again."""
         self.store = store
         self.payloads = payloads
         self.steps = steps
@@ -123,4 +123,4 @@ class Quarantine:
     def _unsealed(self, steps: Sequence[int]) -> None:
         if steps:
             log.warning("steps %s have to be sealed and planned again", list(steps))
-            self.on_unsealed(len(steps))
+            self.on_unsealed()

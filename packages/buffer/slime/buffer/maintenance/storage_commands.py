@@ -178,4 +178,4 @@ def _copy_payloads(fetch: Fetch, partial: Path) -> tuple[int, int]:
 def _opened(settings: BufferSettings) -> Iterator[tuple[Storage, Quarantine]]:
     with closing(open_storage(settings, existing=True)) as storage:
         steps = Steps(storage.store, storage.payloads, release_committed=False)
-        yield storage, Quarantine(storage.store, storage.payloads, steps, on_unsealed=lambda steps: None)
+        yield storage, Quarantine(storage.store, storage.payloads, steps, on_unsealed=lambda: None)
