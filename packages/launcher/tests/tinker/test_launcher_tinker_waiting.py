@@ -13,8 +13,11 @@ from slime.launcher.tinker import futures, models
 from slime.launcher.tinker.futures import Futures
 from slime.launcher.tinker.messages import SampleResponse
 from slime.launcher.tinker.models import Models, TrainingRun
+from slime.launcher.tinker.paths import CheckpointStore
 from slime.launcher.tinker.requests import Sampling
 from slime.launcher.tinker.sampling import Sampler, SamplerWeights
+from slime.launcher.tinker.service import Served, Service
+from slime.launcher.tiny_model import write_model
 from slime.types.errors import Busy, DeadlineExceeded, EngineError, InvalidField, WrongState
 
 ONE = Sampling([1, 2], 1, {"max_new_tokens": 1}, None, False)
@@ -247,5 +250,23 @@ def test_a_result_of_long_work_stays_and_what_is_refused_has_not_begun(monkeypat
         assert "a" not in kept
         await settle()
         await kept.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_recorded_takes_no_place_of_another(tmp_path: Path) -> None:
+    model, root = write_model(tmp_path / "model", "0123456789+=>", seed=3), tmp_path / "runs"
+    root.touch()
+
+    async def run() -> None:
+        served = Served(model, ("m",), 64, CheckpointStore(root), tmp_path)
+        service = Service(served, Models(1), sampler_of(Engine()))
+        body = {"base_model": "m", "lora_config": {"rank": 2}, **service.create_session({})}
+        refused = await service.futures.get(service.create_model(body | {"model_seq_id": 0})["request_id"], 60.0)
+        assert isinstance(refused, dict) and "Not a directory" in refused["error"]
+        root.unlink()
+        made = await service.futures.get(service.create_model(body | {"model_seq_id": 1})["request_id"], 60.0)
+        await service.close()
+        assert isinstance(made, dict) and made["type"] == "create_model"
 
     asyncio.run(run())

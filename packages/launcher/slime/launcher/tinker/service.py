@@ -177,10 +177,15 @@ class Service:
         metadata = body.get("user_metadata")
         model = TrainingRun(model_id, session, adapter)
 
-        async def create() -> dict[str, Any]:
-            await self._models.load(model, lambda: self._trained(address, adapter, optimizer))
+        def make() -> TrainedModel:
+            trained = self._trained(address, adapter, optimizer)
+            # Part of loading: a model that cannot be recorded is forgotten, and takes no place of another.
             about = metadata if isinstance(metadata, dict) else None
             self.served.store.add_run(model_id, self.served.names[0], about, adapter.about if adapter else None)
+            return trained
+
+        async def create() -> dict[str, Any]:
+            await self._models.load(model, make)
             log.info("model %s starts with the weights of %s", model_id, address or self.served.names[0])
             return {"type": "create_model" if address is None else "load_weights", "model_id": model_id}
 
