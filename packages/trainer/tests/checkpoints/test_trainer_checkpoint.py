@@ -15,6 +15,7 @@ from trainer_tiny import Runner, alone, make_settings, write_biased_model, write
 from transformers import AutoModelForCausalLM
 
 from slime.converters.files import safetensors_dir
+from slime.trainer.backends.build import open_checkpoints
 from slime.trainer.checkpoints import checkpoint
 from slime.types import directories
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable, OutOfSpace
@@ -43,6 +44,56 @@ def test_a_resumed_run_is_the_same_run(model: str, tied_model: str, tmp_path: Pa
     }
     for name, weight in straight.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_moments_that_began_in_the_middle_of_a_run_resume_bit_for_bit(model: str, tmp_path: Path, backend: str):
+    """AdamW divides by 1 - beta ** n, where n counts the updates of its moments, not those of the run."""
+    settings = make_settings(model, train_backend=backend)
+
+    def save_to(runner: Runner, number: int, *, optimizer: bool) -> None:
+        checkpoints = open_checkpoints(settings, runner.backend, alone(), Path(model))
+        state = checkpoint.TrainerState(step=number, updates=runner.backend.updates)
+        checkpoints.save(tmp_path / f"iter_{number:07d}", state, optimizer=optimizer)
+        checkpoints.finish(wait=True)
+
+    def resumed(number: int) -> Runner:
+        path = str(tmp_path / f"iter_{number:07d}")
+        runner = Runner(settings, weights=path)
+        checkpoints = open_checkpoints(settings, runner.backend, alone(), Path(model))
+        checkpoints.load(path, checkpoint.read_state(path))
+        return runner
+
+    first = Runner(settings)
+    for step in range(2):
+        first.run(step)
+    save_to(first, 1, optimizer=False)
+    straight = resumed(1)
+    # Its moments have seen no update yet, so there are none to save; the checkpoint loads all the same.
+    save_to(straight, 2, optimizer=True)
+    assert resumed(2).backend.updates == 2
+    straight.run(2)
+    save_to(straight, 3, optimizer=True)
+    again = resumed(3)
+    assert (again.backend.updates, again.backend.moment_updates) == (3, 1)
+    straight.run(3)
+    again.run(3)
+    for name, weight in straight.weights().items():
+        assert torch.equal(again.weights()[name], weight), name
+
+
+def test_a_checkpoint_of_an_earlier_version_counts_the_updates_of_the_run(model: str, tmp_path: Path):
+    runner = Runner(make_settings(model))
+    runner.run()
+    save(runner, tmp_path / "c", 0)
+    file = tmp_path / "c" / "trainer.json"
+    data = json.loads(file.read_text())
+    del data["moment_updates"]
+    file.write_text(json.dumps(data))
+    resumed = Runner(runner.settings, weights=str(tmp_path / "c"))
+    checkpoints = open_checkpoints(runner.settings, resumed.backend, alone(), Path(model))
+    checkpoints.load(str(tmp_path / "c"), checkpoint.read_state(str(tmp_path / "c")))
+    assert resumed.backend.moment_updates == 1
 
 
 def test_a_checkpoint_is_a_hugging_face_directory_without_pickles(tied_model: str, tmp_path: Path):

@@ -70,6 +70,9 @@ class Backend(abc.ABC):
     hidden_size: int
     # Optimizer updates done, those of the checkpoint that was loaded included.
     updates: int
+    # The number of them that the optimizer's moments have seen, by which AdamW corrects their bias: fewer after
+    # `reset_optimizer`, or where the checkpoint had no moments.
+    moment_updates: int = 0
     # True if the attention of this model can lay a prompt out once for several responses.
     can_share_prompts: bool
     # True if its attention needs a copy of the keys of such a prompt for each response.

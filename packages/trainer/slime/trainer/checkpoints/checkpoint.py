@@ -3,7 +3,7 @@
     config.json, tokenizer files, model*.safetensors     loads with transformers
     optimizer/*.safetensors                              moments as "exp_avg.NAME", "exp_avg_sq.NAME"; whole, so any
                                                          number of ranks can load what any number saved
-    trainer.json                                         format, step, updates, weight_version
+    trainer.json                                         format, and the fields of TrainerState
     data_place.jsonl                                     the place in the data, as the buffer describes it
     adapter_config.json, adapter_model.safetensors       with LoRA in place of the model: the adapter as peft has it
     critic/                                              the same for a critic, without a place
@@ -34,6 +34,7 @@ from slime.types.directories import whole_directory
 from slime.types.errors import InvalidFile, MissingFile
 
 if TYPE_CHECKING:
+    from slime.trainer.backends.base import Backend
     from slime.trainer.backends.fsdp.backend import FsdpBackend
 
 FORMAT = 1
@@ -49,12 +50,22 @@ CRITIC_DIR = "critic"
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """Progress of a run. step: the last iteration that was trained, -1 for none; updates: of the optimizer."""
+    """Progress of a run. step: the last iteration that was trained, -1 for none; updates: of the optimizer.
+
+    moment_updates: as in Backend; None in checkpoints that do not say, where it is `updates`.
+    """
 
     step: int = -1
     updates: int = 0
     weight_version: int = 0
     has_optimizer: bool = True
+    moment_updates: int | None = None
+
+    def of(self, backend: Backend, *, optimizer: bool) -> TrainerState:
+        """Returns the state to save with `backend`. optimizer: whether its moments are saved, where it has any."""
+        return dataclasses.replace(
+            self, has_optimizer=optimizer and backend.moment_updates > 0, moment_updates=backend.moment_updates
+        )
 
 
 class Checkpoints(Protocol):
@@ -123,7 +134,8 @@ def read_state(path: str) -> TrainerState:
             raise InvalidFile(
                 f"--load: {file}: format {data['format']}, expected {FORMAT}", field="--load", value=data["format"]
             )
-        return TrainerState(**{f.name: data[f.name] for f in dataclasses.fields(TrainerState)})
+        known = {"moment_updates": None} | data
+        return TrainerState(**{f.name: known[f.name] for f in dataclasses.fields(TrainerState)})
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidFile(f"--load: {file}: {type(error).__name__}: {error}", field="--load", value=path) from error
 
@@ -143,7 +155,7 @@ def critic_directory(path: str) -> str | None:
 
 def _load_optimizer(backend: FsdpBackend, path: str, state: TrainerState) -> None:
     if state.has_optimizer and state.updates:
-        backend.load_optimizer_state(read_optimizer(path), state.updates)
+        backend.load_optimizer_state(read_optimizer(path), state.updates, state.moment_updates)
     elif state.updates:
         log.warning("%s holds no optimizer state: its moments start from zero", path)
         backend.updates = state.updates
@@ -201,7 +213,7 @@ class _Part:
     def __init__(self, backend: FsdpBackend, state: TrainerState, source: Path, optimizer: bool) -> None:
         self.backend = backend
         self.untrained = _sizes_in(source, backend.untrained_weights())
-        self.state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
+        self.state = state.of(backend, optimizer=optimizer)
         self.adapter = backend.adapter()
         self.weights = backend.named_weights() if self.adapter is None else self.adapter.weights
         self.moments = backend.optimizer_state() if self.state.has_optimizer else iter(())

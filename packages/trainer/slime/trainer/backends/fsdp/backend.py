@@ -300,12 +300,14 @@ class FsdpBackend(Backend):
         self._optimizer.step(lr)
         self._optimizer.clear_gradients()
         self.updates += 1
+        self.moment_updates += 1
         if self._passes.rows is not None:
             self._passes.rows.updated()
         return float(norm)
 
     def reset_optimizer(self) -> None:
         self._optimizer.reset()
+        self.moment_updates = 0
 
     def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
         if part == WEIGHTS:
@@ -379,10 +381,12 @@ class FsdpBackend(Backend):
     def optimizer_sizes(self) -> dict[str, int]:
         return self._optimizer.sizes()
 
-    def load_optimizer_state(self, read: Callable[[str], Tensor], updates: int) -> None:
+    def load_optimizer_state(self, read: Callable[[str], Tensor], updates: int, seen: int | None = None) -> None:
+        """Restores the moments, which have seen `seen` of the `updates`; None: all of them."""
         self.updates = updates
+        self.moment_updates = updates if seen is None else seen
         if updates:
-            self._optimizer.load(read, updates)
+            self._optimizer.load(read, self.moment_updates)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -134,7 +134,7 @@ class PolicyOptimizer:
                 yield name, parameter
 
     def load(self, read: Callable[[str], Tensor], updates: int) -> None:
-        """Restores the moments. read: a moment by the name that it has in `moments`."""
+        """Restores the moments. read: a moment by the name that it has in `moments`; updates: that they have seen."""
         # AdamW counts updates per parameter, in float32 beside it when fused.
         for parameter in self._stepped:
             self._adamw.state[parameter] = {

@@ -194,6 +194,7 @@ class MegatronBackend(Backend):
 
     def reset_optimizer(self) -> None:
         self.optimizer.reset()
+        self.moment_updates = 0
 
     def device_tensors(self, part: str) -> Iterator[tuple[Tensor, bool]]:
         if part == WEIGHTS:
@@ -237,6 +238,7 @@ class MegatronBackend(Backend):
     def optimizer_step(self) -> tuple[float, float]:
         result = self.optimizer.step(self.updates)
         self.updates += 1
+        self.moment_updates += 1
         return result
 
     def named_weights(self, *, dtype: torch.dtype | None = None, everywhere: bool = False) -> NamedTensors:

@@ -64,7 +64,7 @@ class _Model:
     def of(cls, backend: MegatronBackend, directory: str, state: TrainerState, optimizer: bool) -> _Model:
         """Collects the parts, views of the backend's tensors. Collective."""
         state = dataclasses.replace(state, updates=backend.updates) if directory else state
-        state = dataclasses.replace(state, has_optimizer=optimizer and state.updates > 0)
+        state = state.of(backend, optimizer=optimizer)
         backend.optimizer.settle()
         parts = list(sharded_state.model_parts(backend.models))
         common: dict[str, Any] = {}
@@ -132,7 +132,9 @@ class TorchDistCheckpoints:
         elif state.updates and state.has_optimizer:
             checkpoint = TorchDist(path)
             optimizer, models = backend.optimizer.wrapped, backend.models
-            sharded_state.load_optimizer(optimizer, models, reading(checkpoint, "--load"), state.updates)
+            seen = state.updates if state.moment_updates is None else state.moment_updates
+            sharded_state.load_optimizer(optimizer, models, reading(checkpoint, "--load"), seen)
+            backend.moment_updates = seen
             checkpoint.close()
         elif state.updates:
             log.warning("%s holds no optimizer state: its moments start from zero", path)

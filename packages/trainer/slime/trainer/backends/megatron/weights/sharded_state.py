@@ -112,7 +112,7 @@ def load_model(chunks: Chunks, read: Read) -> None:
 
 @torch.no_grad()
 def load_optimizer(optimizer: Any, chunks: Chunks, read: Read, updates: int) -> None:
-    """Restores moments and float32 weights. updates: of the optimizer, done so far."""
+    """Restores moments and float32 weights. updates: that the moments have seen."""
     _allocate(optimizer, updates)
     state = optimizer.sharded_state_dict(model_state(chunks), is_loading=True, metadata=_metadata())
     factories, _ = extract_matching_values(
