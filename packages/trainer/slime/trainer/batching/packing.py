@@ -96,7 +96,8 @@ def check_sample(
         first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
         raise InvalidField(f"tokens[{first}]", int(tokens[first]), f"ids in [0, {vocab_size}) (sample {sample.index})")
     log_probs = sample.array("rollout_log_probs")
-    if log_probs is None and needs_log_probs:
+    # A sample that trains nothing may lack them: it may have failed before an engine saw it.
+    if log_probs is None and needs_log_probs and loss_mask(sample).any():
         raise InvalidField(
             "rollout_log_probs",
             None,

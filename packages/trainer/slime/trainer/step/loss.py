@@ -148,7 +148,8 @@ class Loss:
             pg_loss = pg_loss * kept
             tokens["opsm_clipfrac"] = 1 - kept
         weights, mask = batch.weights, batch.mask
-        if s.use_tis or s.get_mismatch_metrics:
+        # Where no sample of the row has log-probs of the engine, none of its tokens train.
+        if (s.use_tis or s.get_mismatch_metrics) and batch.rollout_log_probs is not None:
             assert before is not None
             corrected, corrected_mask, metrics = self._correct_mismatch(batch, pg_loss, before)
             tokens |= metrics
@@ -196,10 +197,12 @@ class Loss:
                 mode=s.tis_mode, low=s.tis_clip_low, high=s.tis_clip,
             )  # fmt: skip
             return pg_loss * weights, batch.mask, metrics
-        lengths = batch.lengths
+        lengths, of_engine = batch.lengths, batch.rollout_log_probs
+        # A sample that trains nothing may have none, and a function may multiply by the mask: NaN would stay.
+        of_engine = torch.where(of_engine.isnan() & (batch.mask == 0), old, of_engine)
         pg_loss, masks, metrics = self._tis(
             args=self.args, pg_loss=pg_loss, train_log_probs=list(old.split(lengths)),
-            rollout_log_probs=list(batch.rollout_log_probs.split(lengths)), loss_masks=list(batch.mask.split(lengths)),
+            rollout_log_probs=list(of_engine.split(lengths)), loss_masks=list(batch.mask.split(lengths)),
             total_lengths=batch.total_lengths, response_lengths=lengths,
         )  # fmt: skip
         return pg_loss, torch.cat(list(masks)).to(batch.mask), metrics

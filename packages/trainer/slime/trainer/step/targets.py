@@ -122,7 +122,7 @@ class Preparation:
                 work.targets[i] = targets = Targets(
                     advantages=torch.empty(0),
                     returns=torch.empty(0),
-                    old_log_probs=batch.rollout_log_probs if s.use_rollout_logprobs else old[i] if needed else None,
+                    old_log_probs=_of_engine(batch) if s.use_rollout_logprobs else old[i] if needed else None,
                     ref_log_probs=None if of_reference is None else of_reference.log_probs,
                     train_log_probs=trained[i] if s.use_rollout_logprobs else None,
                     moved=number > 0,
@@ -259,6 +259,12 @@ class Preparation:
     def _add(self, values: Tensor) -> Tensor:
         """Returns the sum over replicas, on every rank."""
         return self.ranks.add(values if self.backend.leads_replica else torch.zeros_like(values))
+
+
+def _of_engine(batch: PackedBatch) -> Tensor:
+    """[K]; 0 where the loss mask is, as all log-probs of a policy: a sample that trains nothing may have none."""
+    found = batch.rollout_log_probs
+    return torch.zeros_like(batch.mask) if found is None else found.where(batch.mask != 0, 0.0)
 
 
 def _of_teacher(sample: Sample) -> Tensor:
