@@ -60,3 +60,23 @@ def test_an_untrained_sample_needs_no_log_probs_of_the_engine(
     assert got["train/loss"] == expected["train/loss"]
     for name, weight in runs[0].weights().items():
         assert torch.equal(runs[1].weights()[name], weight), name
+
+
+REDUCER = """
+import torch
+
+def by_token(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    mask = torch.cat(loss_masks)
+    return lambda values: (values * mask).sum()
+"""
+
+
+def test_a_sum_over_tokens_has_one_divisor_with_and_without_a_function(model: str, tmp_path: Path):
+    """A sample without a token counts as one in the mean over tokens, whoever adds up the tokens."""
+    (tmp_path / "reducer.py").write_text(REDUCER)
+    path = f"{tmp_path / 'reducer.py'}:by_token"
+    plain = Runner(make_settings(model, calculate_per_token_loss=True))
+    reduced = Runner(make_settings(model, calculate_per_token_loss=True, custom_pg_loss_reducer_function_path=path))
+    expected, got = (run.run(0, without_first(log_probs=True)) for run in (plain, reduced))
+    assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)

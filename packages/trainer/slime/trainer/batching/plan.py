@@ -8,7 +8,7 @@
     dropped                                     positions of trailing trajectories that fill no update
     updates[u].num_rollouts                     trajectories whose mean is the loss
     updates[u].train, .skipped                  positions that need a forward pass; that provably add no gradient
-    updates[u].num_tokens                       tokens with loss mask 1
+    updates[u].num_tokens                       tokens with loss mask 1, at least one for each sample
     updates[u].skipped_weight                   sum over the skipped ones of weight * tokens with loss mask 1
 
 A position is an index into the samples of a sealed step. The plan knows no rank: `assign` cuts an update for any number
@@ -70,7 +70,7 @@ class Planner:
         if rollout_mask_sums is not None:
             per_rollout = {key: int(total) for key, total in zip(rollouts, rollout_mask_sums, strict=True)}
         weights = [0.0] * len(summaries)
-        updates, used = [], set()
+        updates, used, trained = [], set(), 0
         skips, skips_zeros = self._skips()
         for keys in self.split_rollouts(list(per_rollout)):
             used.update(keys)
@@ -90,12 +90,13 @@ class Planner:
             for i in positions:
                 useless = skips and (mask_sums[i] == 0 or (skips_zeros and rewards[i] == 0.0))
                 (skipped if useless else train).append(i)
-            tokens = sum(mask_sums[i] for i in positions)
+            trained += sum(mask_sums[i] for i in positions)
+            tokens = sum(max(1, mask_sums[i]) for i in positions)
             updates.append({
                 "num_rollouts": len(keys), "num_tokens": tokens, "train": train, "skipped": skipped,
                 "skipped_weight": sum(weights[i] * mask_sums[i] for i in skipped),
             })  # fmt: skip
-        if self.settings.normalize_advantages and not any(u["num_tokens"] for u in updates):
+        if self.settings.normalize_advantages and not trained:
             raise InvalidField("loss_mask", 0, f"a token to train in step {step}, for --normalize-advantages")
         dropped = [i for i, key in enumerate(rollouts) if key not in used]
         return {
