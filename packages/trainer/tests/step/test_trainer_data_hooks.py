@@ -239,3 +239,17 @@ def test_every_list_that_a_plug_in_may_change_is_read_back(monkeypatch: pytest.M
     read += [getattr(changed, field) for field in rollout_data.OF_BATCH.values()]
     for number, (name, values) in enumerate(zip(names, read, strict=True)):
         assert values.tolist() == [0.0 if name == "loss_masks" else number] * tokens, name
+
+
+def test_a_replica_without_samples_has_the_same_lists():
+    """With more replicas than samples, what works on one of them must not fail on another."""
+    found: list[dict[str, Any]] = []
+    samples = make_samples(groups=1, size=2)
+    tokens = sum(sample.response_length for sample in samples)
+    batch = pack(samples, [0, 1], [1.0, 0.0], [1.0, 1.0])
+    targets = Targets(**{field: torch.zeros(tokens) for field in rollout_data.OF_TARGETS.values()})
+    for work in (Work([batch], [targets], [batch], dict(enumerate(samples))), Work([None], [None], [None], {})):
+        rollout_data.postprocess(lambda args, rollout_id, data: found.append(dict(data)), None, 0, [work])
+    some, none = found
+    assert none.keys() == some.keys()
+    assert {name: len(values) for name, values in none.items()} == dict.fromkeys(some, 0)

@@ -22,6 +22,8 @@ OF_TARGETS = {
     "entropy": "entropy", "values": "values", "teacher_log_probs": "teacher_log_probs",
 }  # fmt: skip
 OF_BATCH = {"loss_masks": "mask", "rollout_log_probs": "rollout_log_probs"}
+# Lists beside these, which a plug-in only reads.
+ABOUT = ("rewards", "response_lengths", "total_lengths", "sample_positions", "tokens", "sample_indices")
 
 
 def as_lists(batch: PackedBatch, targets: Targets | None) -> dict[str, Any]:
@@ -45,7 +47,8 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
     gain none; the divisor of a trajectory's mean stays. Raises InvalidField for lists of another form.
     """
     places = [(work, i) for work in updates for i, batch in enumerate(work.batches) if batch is not None]
-    data: dict[str, Any] = {}
+    # A replica may have no sample, where there are fewer than replicas: the plug-in finds lists all the same.
+    data: dict[str, Any] = {name: [] for name in (*OF_TARGETS, *OF_BATCH, *ABOUT)}
     parts: dict[str, list[Any]] = {}
     for work, i in places:
         batch, targets = work.batches[i], work.targets[i]
