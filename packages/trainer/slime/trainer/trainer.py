@@ -81,7 +81,10 @@ class Trainer:
         self._process_rewards = load_setting(settings, "custom_reward_post_process_path")
         self._convert = load_setting(settings, "custom_convert_samples_to_train_data_path")
         if settings.keep_old_actor:
-            self._step.preparation.old_policies = OldPolicies(self.backend, self.state.weight_version)
+            # A checkpoint's weights were updated since the engines got `weight_version`, samples of which may still
+            # come: these weights get their version when they are sent.
+            version = self.state.weight_version if self.state.updates == 0 else None
+            self._step.preparation.old_policies = OldPolicies(self.backend, version)
         # The answer of the last iteration, for a call that is repeated.
         self._last = TrainedStep()
         self._acknowledged = True

@@ -1,11 +1,13 @@
 """Old log-probs of the weights that made each token, the moving reference model, entropies and mismatch metrics."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from trainer_float64 import load64, reference_log_probs
+from trainer_stack import Stack
 from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer.backends.base import REFERENCE
@@ -104,6 +106,24 @@ def test_old_policies_are_kept_until_what_they_made_is_trained_on(model: str):
     for version in range(2, MOST_KEPT + 4):
         policies.keep(version)
     assert policies.find("1") is None and policies.find("4") == "version-4"
+
+
+def test_resumed_weights_are_not_those_that_generated_before_their_last_update(model: str, tmp_path: Path):
+    """A checkpoint is written before its weights are sent: the version in it is that of the weights before."""
+    straight = Stack(model, keep_old_actor=True)
+    try:
+        straight.client.train_step(0, 3, timeout=60)
+        straight.client.save_checkpoint(0, str(tmp_path / "step_0"), timeout=60)
+    finally:
+        straight.close()
+    resumed = Stack(model, keep_old_actor=True, load=str(tmp_path / "step_0"))
+    try:
+        policies = resumed.trainer._step.preparation.old_policies
+        assert policies.find("0") is None
+        resumed.client.update_weights(1, timeout=60)
+        assert (policies.find("0"), policies.find("1")) == (None, "")
+    finally:
+        resumed.close()
 
 
 def test_versions_of_tokens_come_from_spans_or_from_a_single_version():

@@ -22,12 +22,13 @@ _FIRST = "default"
 class OldPolicies:
     """Weights of `backend` by weight version; the same on every rank, as every method is called on every rank."""
 
-    def __init__(self, backend: Backend, version: int) -> None:
-        """version: of the weights that the backend has now."""
+    def __init__(self, backend: Backend, version: int | None) -> None:
+        """version: of the weights that the backend has now; None where they have none yet."""
         self._backend = backend
         self._kept: list[int] = []
         self._current: int | None = None
-        self.keep(version)
+        if version is not None:
+            self.keep(version)
 
     def keep(self, version: int) -> None:
         """Keeps the weights that the backend has now, which the engines get as `version`."""
