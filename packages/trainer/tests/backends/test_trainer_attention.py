@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from trainer_float64 import flash_backward, flash_forward
@@ -43,6 +43,8 @@ def laid_out(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return lengths, before
 
 
+# No deadline: the first row of a process imports torch's compiler, and on a busy machine any row may take a second.
+@settings(deadline=None)
 @given(laid_out(), st.none() | st.integers(1, 6), st.integers(0, 100))
 def test_attention_is_a_softmax_over_what_is_seen(
     layout: tuple[list[int], list[list[int]]], window: int | None, seed: int
@@ -82,6 +84,7 @@ def sharing(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int]]:
     return [prompt for prompt, _ in groups], [responses for _, responses in groups], others
 
 
+@settings(deadline=None)
 @given(sharing(), st.integers(1, 4), st.integers(0, 100))
 def test_responses_see_the_prompt_that_they_share(
     layout: tuple[list[int], list[list[int]], list[int]], spare: int, seed: int
@@ -129,6 +132,19 @@ def test_responses_see_the_prompt_that_they_share(
         found = torch.autograd.grad((output * weights).sum(), tensors)
     for gradient, wanted in zip(found, gradients, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradients_of_hundreds_of_runs_add_up_in_bfloat16():
+    # More keys than a run has in float32.
+    trunk, answers = 300, 500
+    paths = [np.arange(trunk), *(np.array([*range(trunk), trunk + number]) for number in range(answers))]
+    runs = Runs.gathered([trunk, *[1] * answers], paths, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((trunk + answers, 2, 8), (trunk + answers, 1, 8), (trunk + answers, 1, 8))
+    low = [torch.randn(*shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    high = [tensor.detach().double().requires_grad_() for tensor in low]
+    for found, wanted in zip(*(torch.autograd.grad(attend(*t, runs).sum(), t) for t in (low, high)), strict=True):
+        assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
 def write(path: Path, kind: str, **values: Any) -> str:

@@ -173,6 +173,21 @@ def visible(runs: Runs) -> torch.Tensor:
     return seen
 
 
+def test_runs_of_one_shape_are_put_together():
+    order = Runs.sharing([2, 1, 2], [[3, 1], [3], [1, 0, 3]], [2, 1], "cpu").by_shape
+    assert order.shapes == [(3, 2, 2), (2, 1, 1), (2, 3, 5), (2, 1, 3), (1, 3, 4)]
+    assert order.queries is not None and order.keys is not None and order.back is not None
+    prompts, alone, short, longer = [0, 1, 3, 4, 16, 17], [2, 18], [8, 12], [5, 6, 7, 13, 14, 15]
+    assert order.queries.tolist() == [*prompts, *alone, *longer, *short, 9, 10, 11]
+    assert order.keys.tolist()[8:18] == [0, 1, 5, 6, 7, 3, 4, 13, 14, 15]
+    assert order.queries[order.back].tolist() == list(range(19))
+    gathered = Runs.gathered([2, 1, 1], [np.array(keys) for keys in ([0, 1], [0, 1, 2], [0, 1, 3])], "cpu").by_shape
+    assert gathered.shapes == [(1, 2, 2), (2, 1, 3)]
+    assert gathered.queries is None and gathered.back is None and gathered.keys is not None
+    assert gathered.keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3]
+    assert Runs.apart([3, 2], "cpu").by_shape[1:] == (None, None, None)
+
+
 # The first row of a process imports torch's compiler, which takes seconds.
 @settings(deadline=None)
 @given(

@@ -4,14 +4,13 @@
     d  width of a head of queries and keys                           v     of values
 
 On CUDA in bfloat16 one call of FlashAttention does the whole row, and a second one where responses share prompts
-(shared_attention.py). Elsewhere each run is a call of scaled_dot_product_attention, which is slow on a GPU: the log
-says so. That part is not compiled: every other length would compile it again.
+(shared_attention.py). Elsewhere all runs of one shape are a call of scaled_dot_product_attention, which is slow on a
+GPU: the log says so. That part is not compiled: every other length would compile it again.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 from functools import cache
 
@@ -45,13 +44,15 @@ def attend(
     window: keys that a query sees at most, its own among them; None for all of the run up to its own. Raises
     NotAvailable for a window over shared prompts on a GPU, for which keys have to be gathered.
     """
+    if not flash_takes(query):
+        return _by_shape(query, key, value, runs, scale, window)
     if runs.keys is not None:
         width = key.shape[-1]
-        both = torch.cat([key, value], dim=-1).index_select(0, runs.keys)
-        key, value = both.split([width, value.shape[-1]], dim=-1)
-    if flash_takes(query):
-        return _flash(query, key, value, runs, scale, window)
-    return _by_run(query, key, value, runs, scale, window)
+        both = torch.cat([key, value], dim=-1)
+        # Without a window hundreds of runs may see a key, and the sum of their gradients would not grow in bfloat16.
+        wide = both.float() if window is None else both
+        key, value = wide.index_select(0, runs.keys).to(both.dtype).split([width, value.shape[-1]], dim=-1)
+    return _flash(query, key, value, runs, scale, window)
 
 
 def flash_takes(query: Tensor) -> bool:
@@ -84,37 +85,40 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float |
 
 
 @torch.compiler.disable
-def _by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
+def _by_shape(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None) -> Tensor:
     if query.is_cuda:
         _warn_slow(query.dtype, query.shape[-1])
-    dtype, prompts = query.dtype, runs.prompts()
-    q_lengths = runs.q_lengths or runs.q_limits.diff().tolist()
-    k_lengths = runs.k_lengths or runs.k_limits.diff().tolist()
-    longest = max((len(prompt) + length for prompt, length in zip(prompts, k_lengths, strict=True)), default=0)
-    if not query.is_cuda and dtype.itemsize < 4 and longest <= _SHORT:
+    dtype, order = query.dtype, runs.by_shape
+    if not query.is_cuda and dtype.itemsize < 4 and max((s.keys for s in order.shapes), default=0) <= _SHORT:
         query, key, value = query.float(), key.float(), value.float()
-    queries, keys, values = query.split(q_lengths), key.split(k_lengths), value.split(k_lengths)
-    # Split once: the gradient of a slice is as long as the whole row, and each response would have its own.
-    starting = dict(zip(itertools.accumulate(k_lengths, initial=0), zip(keys, values, strict=True), strict=False))
+    # Split once: the gradient of a slice is as long as the whole row, and each shape would have its own.
+    queries = _rows(query, order.queries).split([s.runs * s.queries for s in order.shapes])
+    held = [s.runs * s.keys for s in order.shapes]
+    both = zip(_rows(key, order.keys).split(held), _rows(value, order.keys).split(held), strict=True)
     outputs = []
-    for q, k, v, prompt in zip(queries, keys, values, prompts, strict=True):
-        if not len(q):
-            continue
-        if prompt:
-            prompt_k, prompt_v = starting[prompt.start]
-            k, v = torch.cat([prompt_k, k]), torch.cat([prompt_v, v])
-        mask = _mask(len(q), len(k), window, q.device)
+    for shape, q, (k, v) in zip(order.shapes, queries, both, strict=True):
+        mask = _mask(shape.queries, shape.keys, window, q.device)
         output = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
+            q.unflatten(0, (shape.runs, -1)).transpose(1, 2),
+            k.unflatten(0, (shape.runs, -1)).transpose(1, 2),
+            v.unflatten(0, (shape.runs, -1)).transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs).to(dtype)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return _rows(torch.cat(outputs), order.back).to(dtype)
+
+
+def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
+    """[T, h, d], [n] -> [n, h, d]; None is all in order."""
+    if index is None:
+        return tensor
+    # The gradient of an embedding adds up rows many times faster on a CPU than that of an index. In float32 at least:
+    # hundreds of runs may see a key, and the sum of their gradients would not grow in bfloat16.
+    wide = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+    return F.embedding(index, wide.flatten(1)).to(tensor.dtype).unflatten(1, tensor.shape[1:])
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -38,6 +39,27 @@ class Operands(NamedTuple):
     shared_q_limits: Tensor
     shared_k_limits: Tensor
     numbers: Tensor
+
+
+class RunShape(NamedTuple):
+    """Runs with as many queries and as many keys each, those of a shared prompt included."""
+
+    runs: int
+    queries: int
+    keys: int
+
+
+class RunsByShape(NamedTuple):
+    """The runs of a row, those of one shape after each other.
+
+    queries [T], keys [sum over runs]: int64, the tokens of the row in that order; back [T]: undoes that of the queries.
+    None: the tokens in order.
+    """
+
+    shapes: list[RunShape]
+    queries: Tensor | None
+    keys: Tensor | None
+    back: Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +149,34 @@ class Runs:
             prompt = bisect.bisect_right(responses, start) - 1
             found.append(range(starts[prompt], starts[prompt + 1]) if inside else range(0))
         return found
+
+    @functools.cached_property
+    def by_shape(self) -> RunsByShape:
+        """Sorts the runs by their shapes. Reading the limits waits for the GPU."""
+        lengths = self.q_lengths or self.q_limits.diff().tolist()
+        k_lengths = self.k_lengths or self.k_limits.diff().tolist()
+        starts, k_starts = (itertools.accumulate(each, initial=0) for each in (lengths, k_lengths))
+        found: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+        for start, length, k_start, held, prompt in zip(
+            starts, lengths, k_starts, k_lengths, self.prompts(), strict=False
+        ):
+            if length:
+                seen = np.concatenate([np.array(prompt, dtype=np.int64), np.arange(k_start, k_start + held)])
+                found.setdefault((length, len(seen)), []).append((np.arange(start, start + length), seen))
+        shapes = [RunShape(len(same), *shape) for shape, same in found.items()]
+        queries, keys = (
+            np.concatenate([run[part] for same in found.values() for run in same] or [np.arange(0)]) for part in (0, 1)
+        )
+        if self.keys is not None:
+            keys = self.keys.cpu().numpy()[keys]
+        return RunsByShape(
+            shapes, *(_index(each, self.q_limits.device) for each in (queries, keys, np.argsort(queries)))
+        )
+
+
+def _index(tokens: np.ndarray, device: torch.device) -> Tensor | None:
+    in_order = np.array_equal(tokens, np.arange(len(tokens)))
+    return None if in_order else torch.from_numpy(tokens).to(device)
 
 
 def varies(tensor: Tensor, dim: int) -> Tensor:
