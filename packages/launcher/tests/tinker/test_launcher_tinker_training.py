@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.launcher.tinker import rows as rows_module
@@ -152,15 +154,131 @@ def test_targets_need_not_be_the_next_tokens(directory: Path) -> None:
         np.testing.assert_allclose(found, reference.log_probs(datum).detach().numpy(), atol=2e-4)
 
 
-def test_a_prompt_that_data_share_is_laid_out_once(directory: Path) -> None:
-    data = group(1, ("weights",))
-    row, *more = rows_module.make_rows(data, [5, 5, 5, 0], share=True, gather=False, device=torch.device("cpu"))
-    assert not more
-    assert row.batch.tokens.shape[1] == 6 + (7 + 4 + 9 - 3) + 4
-    assert [len(places) for places in row.places] == [len(datum.tokens) for datum in data]
-    (row,) = rows_module.make_rows(data, [5, 5, 5, 0], share=False, gather=False, device=torch.device("cpu"))
-    assert row.batch.tokens.shape[1] == sum(len(datum.tokens) for datum in data)
-    assert [len(set(places)) for places in row.places] == [len(datum.tokens) for datum in data]
+@pytest.fixture(scope="module")
+def exact(directory: Path) -> tuple[TrainedModel, Reference]:
+    """The service's model and transformers', both in float64."""
+    trained = TrainedModel(str(directory))
+    trained._backend.policy.double()
+    return trained, Reference(directory, ADAM)
+
+
+# From a small alphabet, so that data have beginnings of any length in common, and whole data come twice.
+SEQUENCES = st.lists(st.lists(st.integers(2, 3), min_size=1, max_size=7), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(SEQUENCES, st.sampled_from(sorted(FORMULAS)), st.integers(1, 40), st.integers(1, 4), st.integers(0, 99))
+def test_whatever_data_share_loss_and_gradients_are_those_of_float64(
+    exact: tuple[TrainedModel, Reference], sequences: list[list[int]], name: str, size: int, most: int, seed: int
+) -> None:
+    trained, reference = exact
+    inputs, config, formula = FORMULAS[name]
+    random, data = np.random.default_rng(seed), []
+    for tokens in sequences:
+        values = {each: random.normal(size=len(tokens)).astype(np.float32) for each in inputs}
+        # Beginnings without a share in the loss, as prompts are, up to whole data.
+        values[inputs[-1]][: random.integers(0, len(tokens) + 1)] = 0.0
+        data.append(Datum(np.array(tokens), random.integers(2, 5, len(tokens)), values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "ROW_TOKENS", size)
+        patch.setattr(rows_module, "MOST_KEYS", most)
+        log_probs, loss = decoded(trained.run(PassRequest(data, name, config, forward_only=False)))
+    found = {name: p.grad for name, p in trained._backend.policy.named_parameters()}
+    trained._backend.drop_gradients()
+    expected, expected_loss = reference.run(data, formula)
+    wanted = {name: p.grad for name, p in reference.model.named_parameters()}
+    reference.optimizer.zero_grad()
+    # Log-probs and losses are told in float32.
+    terms = sum(np.abs(values).sum() for values in expected) + sum(np.abs(d.inputs[inputs[-1]]).sum() for d in data)
+    assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-6 * terms)
+    for values, theirs in zip(log_probs, expected, strict=True):
+        np.testing.assert_allclose(values, theirs, rtol=1e-6, atol=1e-6)
+    length = sum(float(gradient.norm()) ** 2 for gradient in wanted.values()) ** 0.5
+    for each, gradient in wanted.items():
+        ours = found[each] if found[each] is not None else torch.zeros_like(gradient)
+        assert float((ours - gradient).norm()) <= 1e-6 * length, each
+
+
+def prefixes(data: list[Datum]) -> set[tuple[int, ...]]:
+    return {tuple(datum.tokens[:end].tolist()) for datum in data for end in range(1, len(datum.tokens) + 1)}
+
+
+# The first row of a process imports torch's compiler, which takes seconds.
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12), st.booleans(),
+    st.integers(1, 30), st.integers(0, 9),
+)  # fmt: skip
+def test_a_row_holds_what_its_data_begin_with_in_common_once(
+    sequences: list[list[int]], share: bool, size: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    data = [Datum(np.array(tokens), random.integers(0, 3, len(tokens)), {}) for tokens in sequences]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "ROW_TOKENS", size)
+        rows = list(rows_module.make_rows(data, share=share, device=torch.device("cpu")))
+    assert [number for row in rows for number in row.data] == list(range(len(data)))
+    for row in rows:
+        of_row, batch = [data[number] for number in row.data], row.batch
+        held = len(prefixes(of_row)) if share else sum(len(datum.tokens) for datum in of_row)
+        assert batch.tokens.shape == batch.position_ids.shape == (1, held)
+        assert held <= size or len(of_row) == 1
+        assert batch.scored is not None
+        predictors, targets = batch.rows[batch.scored].numpy(), batch.targets[batch.scored].numpy()
+        for datum, path, wanted in zip(of_row, row.divided(predictors), row.divided(targets), strict=True):
+            assert batch.tokens[0, path].tolist() == datum.tokens.tolist()
+            assert batch.position_ids[0, path].tolist() == list(range(len(datum.tokens)))
+            assert wanted.tolist() == datum.targets.tolist()
+        assert row.joined([datum.targets for datum in data]).tolist() == targets.tolist()
+        assert len(batch.rows) == len(set(zip(batch.rows.tolist(), batch.targets.tolist(), strict=True)))
+
+
+def test_the_keys_that_a_row_reads_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "ROW_TOKENS", 10)
+    monkeypatch.setattr(rows_module, "MOST_KEYS", 3)
+    data = [Datum(np.arange(8), np.arange(8), {})] * 7
+    rows = rows_module.make_rows(data, share=True, device=torch.device("cpu"))
+    assert [len(row.data) for row in rows] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMULAS if name != "dro"])
+def test_data_without_a_share_in_the_loss_have_a_forward_pass_alone(
+    directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, config, formula = FORMULAS[name]
+    trained, reference = TrainedModel(str(directory)), Reference(directory, ADAM)
+    learned, constant = group(1, inputs), group(2, inputs)
+    for datum in constant:
+        # A group whose rewards are all equal.
+        datum.inputs[inputs[-1]][:] = 0.0
+    scored, passed = recorded(trained, "scores", monkeypatch), recorded(trained, "forward_backward", monkeypatch)
+    data = [datum for pair in zip(learned, constant, strict=True) for datum in pair]
+    log_probs, loss = decoded(trained.run(PassRequest(data, name, config, forward_only=False)))
+    expected, expected_loss = reference.run(data, formula)
+    assert loss == pytest.approx(expected_loss, rel=2e-4, abs=1e-4)
+    for values, theirs in zip(log_probs, expected, strict=True):
+        np.testing.assert_allclose(values, theirs, atol=2e-4)
+    assert trained.step(ADAM)["metrics"]["grad_norm"] == pytest.approx(reference.step(), rel=1e-3)
+    assert passed == [len(prefixes(learned))]
+    assert scored == [len(prefixes(constant))]
+
+    scored.clear()
+    passed.clear()
+    trained.run(PassRequest(constant, name, config, forward_only=False))
+    assert (len(scored), passed) == (1, [])
+    assert trained.step(ADAM)["metrics"]["grad_norm"] == 0
+
+
+def recorded(trained: TrainedModel, method: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that gets the number of tokens of each row that the backend computes by `method`."""
+    found, tokens = getattr(trained._backend, method), list[int]()
+
+    def run(batches: Any, *args: Any) -> Any:
+        tokens.extend(batch.tokens.shape[1] for batch in batches)
+        return found(batches, *args)
+
+    monkeypatch.setattr(trained._backend, method, run)
+    return tokens
 
 
 def test_a_step_after_a_failed_pass_is_refused_once_and_changes_nothing(directory: Path) -> None:

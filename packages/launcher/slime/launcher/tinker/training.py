@@ -20,11 +20,10 @@ from slime.launcher.tinker.adapters import AdapterRequest, SharedBase, layers_of
 from slime.launcher.tinker.losses import check_config, find_loss
 from slime.launcher.tinker.requests import Adam, Datum, PassRequest
 from slime.launcher.tinker.results import encode_pass
-from slime.launcher.tinker.rows import make_rows
+from slime.launcher.tinker.rows import Row, make_rows
 from slime.trainer.backends.base import Outputs
 from slime.trainer.backends.fsdp.backend import FsdpBackend
 from slime.trainer.backends.fsdp.optimizer import AdamWStep
-from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.checkpoints.checkpoint import (
     HuggingFaceCheckpoints,
     TrainerState,
@@ -95,36 +94,37 @@ class TrainedModel:
         loss = find_loss(work.loss_fn)
         config = check_config(work.loss_fn, work.config)
         inputs = [_loss_inputs(i, datum, loss.inputs, work.loss_fn) for i, datum in enumerate(work.data)]
-        prompts = [_untrained(each[loss.share]) if loss.share else 0 for each in inputs]
-        share, gather, device = self._backend.can_share_prompts, self._backend.gathers_keys, self._backend.device
-        rows = list(make_rows(work.data, prompts, share=share, gather=gather, device=device))
-        log_probs_of: list[np.ndarray] = []
+        trains = [not work.forward_only and (loss.share is None or bool(each[loss.share].any())) for each in inputs]
+        log_probs_of: list[Any] = [None] * len(inputs)
         total = 0.0
 
-        def take(number: int, batch: PackedBatch, outputs: Outputs) -> Tensor:
+        def rows_of(trained: bool) -> list[Row]:
+            chosen = [number for number, each in enumerate(trains) if each == trained]
+            share, device = self._backend.can_share_prompts, self._backend.device
+            return list(make_rows(work.data, share=share, device=device, of=chosen))
+
+        def take(row: Row, outputs: Outputs) -> Tensor:
             nonlocal total
             if self._closing.is_set():
                 raise Unavailable("the service ends")
-            row = rows[number]
-            together = {name: np.zeros(len(batch.mask), dtype=np.float32) for name in loss.inputs}
-            for places, datum in zip(row.places, row.data, strict=True):
-                for name, values in together.items():
-                    values[places] = inputs[datum][name]
-            on_device = {name: torch.from_numpy(values).to(device) for name, values in together.items()}
+            together = {name: row.joined([each[name] for each in inputs]) for name in loss.inputs}
+            on_device = {name: torch.from_numpy(values).to(self._backend.device) for name, values in together.items()}
             value = loss.terms(outputs.log_probs, on_device, config).sum()
             total += float(value.detach())
-            log_probs = outputs.log_probs.detach().float().cpu().numpy()
-            log_probs_of.extend(log_probs[places] for places in row.places)
+            log_probs = row.divided(outputs.log_probs.detach().float().cpu().numpy())
+            for number, values in zip(row.data, log_probs, strict=True):
+                log_probs_of[number] = values
             return value
 
-        batches = [row.batch for row in rows]
-        if work.forward_only:
-            for number, batch in enumerate(batches):
-                (outputs,) = self._backend.scores([batch])
-                assert outputs is not None
-                take(number, batch, outputs)
-        else:
-            self._backend.forward_backward(batches, take)
+        # Data without a share in the loss have no gradient: those of a group whose rewards are all equal.
+        for row in rows_of(trained=False):
+            (outputs,) = self._backend.scores([row.batch])
+            assert outputs is not None
+            take(row, outputs)
+        if rows := rows_of(trained=True):
+            self._backend.forward_backward(
+                [row.batch for row in rows], lambda number, _, outputs: take(rows[number], outputs)
+            )
         return encode_pass(log_probs_of, {"loss:sum": total})
 
     def fail(self, message: str) -> None:
@@ -175,8 +175,3 @@ def _loss_inputs(
         else:
             raise InvalidField(f"data[{number}].{name}", "nothing", f"a number for each token, which {loss_fn} needs")
     return arrays
-
-
-def _untrained(shares: np.ndarray) -> int:
-    """Returns the number of tokens at the beginning that have no share in the loss."""
-    return len(shares) if not shares.any() else int((shares != 0).argmax())
