@@ -1,8 +1,8 @@
 """A batch that sequences can join while it runs, for models that DenseModel supports.
 
-A running sequence has a row of the cache. A prompt that is in the cache already is copied, not computed again. When the
-tokens of all rows exceed the planned memory, the shortest sequences leave, and continue from their tokens when they are
-added again.
+A running sequence has a row of the cache. What a prompt has in common with one in the cache, all of it or a beginning,
+is copied, not computed again. When the tokens of all rows exceed the planned memory, the shortest sequences leave,
+and continue from their tokens when they are added again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slime.rollout.engines.embedded.model.beginnings import Beginnings, fingerprints
 from slime.rollout.engines.embedded.model.decode import Batch
 from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
 from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
@@ -23,11 +24,13 @@ from slime.rollout.engines.embedded.model.response import Response
 @dataclass(eq=False)
 class _Row:
     """A running sequence. cached: the number of its tokens that the cache holds. packing: `DenseModel.packing` of the
-    weights that computed them."""
+    weights that computed them. prompt: its tokens when it joined; prints: their fingerprints."""
 
     response: Response
     cached: int
     packing: int
+    prompt: tuple[int, ...]
+    prints: list[int]
 
     @property
     def newest(self) -> int:
@@ -123,26 +126,33 @@ class ContinuousBatch(Batch):
                 fresh.append(response)
                 continue
             self._cache.copy(source, len(self._rows), len(tokens) - 1)
-            self._rows.append(_Row(response, len(tokens) - 1, packing))
+            self._rows.append(_Row(response, len(tokens) - 1, packing, tokens, self._rows[source].prints))
             response.cached_tokens = len(tokens) - 1
         return fresh
 
     def _prefill(self, run: Pass, fresh: Sequence[Response]) -> list[int]:
-        """Adds each distinct prompt to the pass once. Returns the position in the pass of the last token of each
-        sequence's prompt."""
-        ends: dict[tuple[int, ...], int] = {}
+        """Adds each distinct prompt to the pass once, without what another has too. Returns the position in the pass of
+        the last token of each sequence's prompt."""
+        packing, beginnings = self._dense.packing, Beginnings()
+        for index, row in enumerate(self._rows if fresh else ()):
+            if row.packing == packing:
+                beginnings.add(index, row.prompt, row.prints)
+        ends: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         for response in fresh:
-            tokens = response.key[1]
-            response.cached_tokens = len(tokens) if tokens in ends else 0
+            tokens, index = response.key[1], len(self._rows)
+            response.cached_tokens = len(tokens)
             if tokens not in ends:
-                run.prefill(len(self._rows), tokens)
-                ends[tokens] = len(run.ids) - 1
-            self._rows.append(_Row(response, len(tokens), self._dense.packing))
-        return [ends[response.key[1]] for response in fresh]
+                prints = fingerprints(tokens)
+                source, response.cached_tokens = beginnings.longest(tokens, prints)
+                run.prefill(index, tokens, source, response.cached_tokens)
+                beginnings.add(index, tokens, prints)
+                ends[tokens] = len(run.ids) - 1, prints
+            self._rows.append(_Row(response, len(tokens), packing, tokens, ends[tokens][1]))
+        return [ends[response.key[1]][0] for response in fresh]
 
     def _share_prompts(self, run: Pass) -> None:
         """Copies the keys and values of a prompt that the pass computed to the other rows with the same prompt."""
-        computed = {self._rows[row].response.key: row for row, _ in run.prompts}
+        computed = {self._rows[prompt.row].response.key: prompt.row for prompt in run.prompts}
         for index in range(run.decoding, len(self._rows)):
             row = self._rows[index]
             source = computed[row.response.key]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,30 +36,42 @@ PACKED_FOR = 64
 HEAD_ROWS = 8192
 # Numbers of tokens of a pass from one power of two to the next: a pass has at most a sixteenth more than it needs.
 SIZES_PER_OCTAVE = 16
+# Queries of a call of attention with a mask.
+MASKED_QUERIES = 256
+
+
+class Prefill(NamedTuple):
+    """A prompt of `length` tokens for a row of the cache; the first `known` of them are those of the row `source`."""
+
+    row: int
+    length: int
+    known: int = 0
+    source: int = 0
 
 
 @dataclass
 class Pass:
-    """The tokens of one forward pass: the newest token of each decoding sequence, then whole prompts.
+    """The tokens of one forward pass: the newest token of each decoding sequence, then prompts, as far as they are not
+    known.
 
-    decoding: the number of decoding sequences, of which sequence i has row i of the cache. prompts: (row, length) of
-    each prompt, in order.
+    decoding: the number of decoding sequences, of which sequence i has row i of the cache.
     """
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     decoding: int = 0
-    prompts: list[tuple[int, int]] = field(default_factory=list)
+    prompts: list[Prefill] = field(default_factory=list)
 
     def decode(self, token: int, position: int) -> None:
         self.ids.append(token)
         self.positions.append(position)
         self.decoding += 1
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> None:
-        self.ids += tokens
-        self.positions += range(len(tokens))
-        self.prompts.append((row, len(tokens)))
+    def prefill(self, row: int, tokens: Sequence[int], source: int = 0, known: int = 0) -> None:
+        """Adds a prompt, whose first `known` tokens are those of the row `source`, maybe of an earlier prompt."""
+        self.ids += tokens[known:]
+        self.positions += range(known, len(tokens))
+        self.prompts.append(Prefill(row, len(tokens), known, source))
 
 
 class DenseModel:
@@ -208,19 +220,38 @@ class _Attention:
                 scale=self._scale,
             )
             parts.append(seen_BKGD.flatten(1))
-        for row, length in self._run.prompts:
-            rows_of_prompt = slice(start, start + length)
+        for row, length, known, source in self._run.prompts:
+            rows_of_prompt = slice(start, start + length - known)
             query_HTD, key_KTD, value_KTD = (x[rows_of_prompt].transpose(0, 1) for x in (query_NHD, key_NKD, value_NKD))
-            keys_RKCD[row, :, :length] = key_KTD
-            values_RKCD[row, :, :length] = value_KTD
-            seen_1HTD = F.scaled_dot_product_attention(
-                query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, scale=self._scale, enable_gqa=True
-            )
-            parts.append(seen_1HTD[0].transpose(0, 1).flatten(1))
-            start += length
+            kv_R2KCD[row, :, :, :known] = kv_R2KCD[source, :, :, :known]
+            keys_RKCD[row, :, known:length] = key_KTD
+            values_RKCD[row, :, known:length] = value_KTD
+            if known:
+                seen_HTD = self._continued(query_HTD, keys_RKCD[row], values_RKCD[row], known)
+            else:
+                seen_HTD = F.scaled_dot_product_attention(
+                    query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, scale=self._scale, enable_gqa=True
+                )[0]
+            parts.append(seen_HTD.transpose(0, 1).flatten(1))
+            start += length - known
         if start < len(query_NHD):
             parts.append(query_NHD.new_zeros(len(query_NHD) - start, query_NHD[0].numel()))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _continued(self, query_HTD: Tensor, keys_KCD: Tensor, values_KCD: Tensor, known: int) -> Tensor:
+        """Returns the outputs of the tokens from `known` on [H, T, D], in parts: the mask of all of a long prompt may
+        take a gigabyte, and half of it hides what was computed."""
+        outputs, end = [], known
+        for part_HTD in query_HTD.split(MASKED_QUERIES, 1):
+            count = part_HTD.shape[1]
+            end += count
+            seen_1HTD = F.scaled_dot_product_attention(
+                part_HTD[None], keys_KCD[None, :, :end], values_KCD[None, :, :end],
+                attn_mask=torch.ones(count, end, dtype=torch.bool).tril(end - count),
+                scale=self._scale, enable_gqa=True,
+            )  # fmt: skip
+            outputs.append(seen_1HTD[0])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 class _Matrix:
