@@ -5,84 +5,41 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
-import sglang_recording
+from rollout_pairs import (
+    LONGEST,
+    PARAMS,
+    PARTS,
+    aborted,
+    answered,
+    ask,
+    bodies,
+    done,
+    in_pair,
+    member,
+    open_pairs,
+    remote,
+    until,
+)  # fmt: skip
 from sglang_recording import HOLD, HOLD_PREFILL
 
-from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RemoteEngine
-from slime.rollout.engines.client import EngineClient
-from slime.rollout.engines.keys import new_key
-from slime.rollout.engines.process import EngineProcess, start_all
-from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
+from slime.rollout.engines.keys import engine_headers
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.fleet import INTERRUPTED, Fleet
-from slime.rollout.fleet.member import Member
-from slime.rollout.fleet.restarts import RestartLimits
-from slime.rollout.fleet.router_address import RouterAddress
-from slime.rollout.fleet.watched import FleetOptions
 from slime.rollout.launch import check_abilities
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types.errors import InvalidField, InvalidSetting
 from slime.utils.http_utils import post
 
-SERVER = (sys.executable, sglang_recording.__file__)
-PARAMS = {"max_new_tokens": 16}
-
-
-def start(stage: str, name: str) -> EngineProcess:
-    options = SGLangOptions(model_path="m", gpus=[], stage=stage, server=SERVER)
-    return start_sglang(options, name=name, api_key=new_key())
-
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    """Two engines that do prefill, and two that decode."""
-    names = [("prefill", "p0"), ("prefill", "p1"), ("decode", "d0"), ("decode", "d1")]
-    engines = start_all([lambda each=each: start(*each) for each in names], 120)  # type: ignore[misc]
-    loop = LoopThread()
-    made = Fleet(engines, loop, FleetOptions(restarts=RestartLimits(3, 600, 120)))
-    made.start()
-    loop.run(RouterAddress(made, "127.0.0.1").start(), timeout=30)
-    yield made
-    made.stop(0)
-    loop.stop()
-
-
-def member(fleet: Fleet, name: str) -> Member:
-    return next(each for each in fleet.members if each.name == name)
-
-
-def done(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 120))
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-def bodies(fleet: Fleet, name: str) -> list[dict[str, Any]]:
-    async def ask() -> Any:
-        engine = member(fleet, name).engine
-        async with EngineClient(engine.url, name, api_key=engine.api_key) as client:
-            return await client.get("/calls")
-
-    return asyncio.run(ask())["bodies"]
-
-
-def answered(outputs: list[dict[str, Any]]) -> list[list[int]]:
-    return [output["output_ids"] for output in outputs]
-
-
-async def ask(fleet: Fleet, *prompts: list[int], rid: str = "r", **more: Any) -> Any:
-    rids = [f"{rid}-{i}" for i in range(len(prompts))]
-    return await fleet.generate(list(prompts), [PARAMS] * len(prompts), rids=rids, **more)
+    yield from open_pairs()
 
 
 def test_both_engines_of_a_pair_get_the_request_with_one_room(fleet: Fleet) -> None:
@@ -121,22 +78,20 @@ def test_plug_ins_reach_pairs_through_the_router(fleet: Fleet) -> None:
     several = done(post(f"{url}/generate", body | {"input_ids": [[5, 6], [7, 8]]}))
     assert answered(several) == [[6, 5, 1], [8, 7, 1]]
     assert [len(each["meta_info"]["input_token_logprobs"]) for each in several] == [2, 2]
+    # By these ids a request is ended at one engine when the other fails.
+    first, second = ([body["rid"] for name in names for body in bodies(fleet, name)] for names in PARTS)
+    assert sorted(map(len, first)) == [2, 32] and sorted(map(str, first)) == sorted(map(str, second))
 
 
 @pytest.mark.parametrize("held", [HOLD, HOLD_PREFILL])
 @pytest.mark.parametrize("everything", [False, True])
 def test_an_abort_ends_a_request_at_both_engines(fleet: Fleet, held: int, everything: bool) -> None:
-    async def aborted() -> Any:
+    async def work() -> None:
         request = asyncio.create_task(ask(fleet, [held, 5], rid="held"))
-        await until(lambda: fleet.router.in_flight == 2)
-        while not request.done():
-            # An abort that overtakes its request finds nothing to end.
-            await fleet.abort(None if everything else ["held-0"])
-            await asyncio.sleep(0.05)
-        return await request
+        await in_pair(fleet)
+        await aborted(fleet, request, None if everything else ["held-0"])
 
-    (output,) = done(aborted())
-    assert output["meta_info"]["finish_reason"]["type"] == "abort"
+    done(work())
     assert fleet.router.in_flight == 0 and fleet.error is None
     assert answered(done(ask(fleet, [5, 6], rid="next"))) == [[6, 5, 1]]
 
@@ -145,11 +100,13 @@ def test_a_weight_update_holds_both_and_is_for_both(fleet: Fleet) -> None:
     weights = EngineWeights(fleet, 60.0)
 
     async def update() -> list[str]:
-        request = asyncio.create_task(ask(fleet, [HOLD, 5], rid="held"))
-        await until(lambda: fleet.router.in_flight == 2)
+        seen: list[dict[str, Any]] = []
+        request = asyncio.create_task(ask(fleet, [HOLD, 5], rid="held", on_output=seen.append))
+        # Not for the end of prefill, of which this process may hear before the engine that decodes has the keys.
+        await until(lambda: seen)
         members = await weights.begin(1, interrupt=True)
         (output,) = await request
-        assert output["meta_info"]["finish_reason"] == {"type": INTERRUPTED}
+        assert output["output_ids"] == [5] and output["meta_info"]["finish_reason"] == {"type": INTERRUPTED}
         for each in members:
             await each.client.update_weights_from_disk(os.getcwd(), 1)
         await weights.commit(1)
@@ -160,37 +117,23 @@ def test_a_weight_update_holds_both_and_is_for_both(fleet: Fleet) -> None:
     assert output["meta_info"]["weight_version"] == "1"
 
 
-@pytest.mark.parametrize("lost, held", [("d", HOLD), ("d", HOLD_PREFILL), ("p", HOLD_PREFILL)])
-def test_a_request_goes_on_when_an_engine_of_its_pair_dies(fleet: Fleet, lost: str, held: int) -> None:
-    fleet.weights_as_started = False  # the lost engine has to wait for weights
+def test_a_request_that_a_weight_update_ends_before_it_is_handed_over_waits_for_the_commit(fleet: Fleet) -> None:
+    weights = EngineWeights(fleet, 60.0)
 
-    async def lose_one() -> Any:
-        request = asyncio.create_task(ask(fleet, [held, 5], rid="held"))
-        await until(lambda: fleet.router.in_flight == 2)
-        busy = next(each for each in fleet.members if each.name[0] == lost and fleet.router.load_of(each))
-        await until(lambda: any(body["rid"] == ["held-0"] for body in bodies_of(busy)))
-        os.kill(busy.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        other = next(each for each in fleet.members if each.name[0] == lost and each is not busy)
-        await until(lambda: fleet.router.load_of(other) == 1)
-        await until(lambda: not busy.out)
-        # It is held at the other pair now.
-        while not request.done():
-            await fleet.abort(["held-0"])
-            await asyncio.sleep(0.05)
-        return busy, other
+    async def update() -> dict[str, Any]:
+        request = asyncio.create_task(ask(fleet, [HOLD_PREFILL, 5], rid="held"))
+        await in_pair(fleet)
+        members = await weights.begin(1, interrupt=True)
+        # It has no tokens that its caller could go on from.
+        assert not request.done() and fleet.router._waiters and not fleet._pairs
+        for each in members:
+            await each.client.update_weights_from_disk(os.getcwd(), 1)
+        await weights.commit(1)
+        await in_pair(fleet)
+        return await aborted(fleet, request, ["held-0"])
 
-    def bodies_of(each: Member) -> list[dict[str, Any]]:
-        return fleet.loop.run(each.client.get("/calls"), timeout=30)["bodies"]
-
-    async def in_thread() -> Any:
-        return await lose_one()
-
-    busy, other = done(in_thread())
-    assert fleet.num_restarts == 1 and fleet.error is None and busy.awaits_weights and not other.out
-    port = busy.abilities.bootstrap_port
-    assert busy.stage == ("decode" if lost == "d" else "prefill") and (lost == "d" or port)
-    assert answered(done(ask(fleet, [5, 6], rid="next"))) == [[6, 5, 1]]
-    assert fleet.router.in_flight == 0
+    assert fleet.loop.run(update(), timeout=120)["output_ids"] == []
+    assert fleet.router.in_flight == 0 and fleet.error is None
 
 
 def test_requests_wait_while_no_engine_does_prefill(fleet: Fleet) -> None:
@@ -207,7 +150,7 @@ def test_requests_wait_while_no_engine_does_prefill(fleet: Fleet) -> None:
 
 
 def test_engines_from_outside_the_run_are_pairs_too(fleet: Fleet) -> None:
-    engines = {each.name: RemoteEngine(each.name, each.url, api_key=each.engine.api_key) for each in fleet.members}
+    engines = {each.name: each for each in remote(fleet, "p0", "p1", "d0", "d1")}
     addresses = [engines[name].url for name in ("p0", "d0")]
     settings = RolloutSettings(hf_checkpoint="m", rollout_external_engine_addrs=addresses)
     outside = Fleet([engines["p0"], engines["d0"]], fleet.loop)
@@ -252,3 +195,22 @@ def test_what_an_engine_refuses_is_refused(fleet: Fleet) -> None:
 
     done(refused())
     assert fleet.router.in_flight == 0
+
+
+def test_what_only_the_engine_that_decodes_refuses_is_refused_at_once(fleet: Fleet) -> None:
+    """The other one has done its part, and waits to hand it over."""
+    prompt, words = [5] * (LONGEST + 1), "is longer than the model's context length"
+
+    async def refused() -> tuple[int, str]:
+        with pytest.raises(InvalidField, match=words):
+            await ask(fleet, prompt)
+        assert fleet.address is not None
+        url = fleet.address.url
+        async with aiohttp.ClientSession(headers=engine_headers(url)) as session:
+            async with session.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": {}}) as answer:
+                return answer.status, await answer.text()
+
+    status, text = done(refused())
+    assert status == 400 and words in text
+    assert answered(done(ask(fleet, [5, 6]))) == [[6, 5, 1]]
+    assert fleet.router.in_flight == 0 and not any(map(fleet.router.load_of, fleet.members))

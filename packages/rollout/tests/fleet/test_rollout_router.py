@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.rollout.engines.kind import DECODE, PREFILL
 from slime.rollout.fleet.router import Router, Withdrawn
 from slime.types.errors import EngineError, WrongState
 
@@ -176,5 +177,43 @@ def test_a_shut_gate_keeps_or_refuses_and_a_failure_reaches_all() -> None:
             await waiting
         with pytest.raises(EngineError, match="is gone"):
             await router.drain(5)
+
+    run(scenario())
+
+
+def pairs() -> tuple[Router[Any], list[Any]]:
+    engines = [SimpleNamespace(name=name) for name in ("p0", "p1", "d0")]
+    router: Router[Any] = Router(engines, 10, lambda engine: PREFILL if engine.name[0] == "p" else DECODE)
+    router.in_pairs = True
+    return router, engines
+
+
+def test_a_sample_counts_once_and_is_a_load_of_its_helper_until_prefill_is_done() -> None:
+    async def scenario() -> None:
+        router, (p0, p1, d0) = pairs()
+        async with router.admit(3) as chosen:
+            assert chosen is d0 and router.take_helper(3) is p0 and router.take_helper(1) is p1
+            assert [router.load_of(each) for each in (p0, p1, d0)] == [3, 1, 3] and router.in_flight == 3
+            router.give_back(p0, 3)
+            assert router.load_of(p0) == 0 and router.take_helper(1) is p0
+        assert router.in_flight == 0
+
+    run(scenario())
+
+
+def test_a_session_keeps_the_engine_that_has_its_prompts() -> None:
+    async def scenario() -> None:
+        router, (p0, p1, d0) = pairs()
+        assert router.take_helper(1, "s") is p0 and router.take_helper(5, "t") is p1
+        async with router.admit(1, "s") as chosen:
+            assert chosen is d0
+        for _ in range(8):
+            assert router.take_helper(1, "s") is p0
+        router.take_out(p0, awaited=True)
+        assert router.take_helper(1, "s") is p1
+        router.take_out(p1, awaited=True)
+        assert router.in_rotation == [d0] and not router.can_admit
+        router.put_back(p0)
+        assert router.can_admit
 
     run(scenario())

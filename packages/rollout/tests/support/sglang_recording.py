@@ -378,12 +378,12 @@ def read_flags(argv: list[str]) -> dict[str, Any]:
     return flags
 
 
-def main() -> None:
+def main(kind: type[Recording] = Recording) -> None:
     flags = read_flags(sys.argv[1:])
     if "refuse" in flags.get("model_path", ""):
         print("ValueError: this model is not supported", flush=True)
         sys.exit(1)
-    recording = Recording(flags)
+    recording = kind(flags)
     application = recording.application()
     if recording.stage == "prefill":
         application.on_startup.append(recording.bootstrap)

@@ -41,12 +41,13 @@ class EngineClient(EngineHTTP):
         timeout_seconds: float | None = None,
         on_output: Callable[[JSON], None] | None = None,
         streamed: StreamedAnswers | None = None,
+        repeatable: bool = True,
         **extra: Any,
     ) -> Any:
         """Returns the response to one prompt, or a list of responses to a list of prompts.
 
         on_output: called while the response to a single prompt grows, with all tokens so far. streamed: collects the
-        responses while they grow, and has what had arrived if the engine is lost.
+        responses while they grow, and has what had arrived if the engine is lost. repeatable: see `call`.
 
         A response: {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", "completion_tokens",
         "weight_version", "output_token_logprobs": [[log-prob, token id, None], ...], ...}}. Without a tokenizer in the
@@ -59,19 +60,17 @@ class EngineClient(EngineHTTP):
             streamed = StreamedAnswers(1, on_output)
         if streamed is not None:
             body["stream"] = True
-            await self._stream(body, streamed, headers, timeout)
+            add = partial(streamed.add, engine=self.name)
+            await self.follow("/generate", body, add, headers=headers, timeout_seconds=timeout, repeatable=repeatable)
+            self._check_complete(streamed)
             outputs = streamed.outputs()
             return outputs if _is_list(text if input_ids is None else input_ids) else outputs[0]
-        answer = await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=True)
+        answer = await self.post("/generate", body, headers=headers, timeout_seconds=timeout, repeatable=repeatable)
         if isinstance(answer, list):
             return [with_nuclei(each, self.name) for each in answer]
         return with_nuclei(answer, self.name)
 
-    async def _stream(
-        self, body: JSON, streamed: StreamedAnswers, headers: Mapping[str, str] | None, timeout_seconds: float
-    ) -> None:
-        add = partial(streamed.add, engine=self.name)
-        await self.follow("/generate", body, add, headers=headers, timeout_seconds=timeout_seconds)
+    def _check_complete(self, streamed: StreamedAnswers) -> None:
         if not streamed.complete:
             raise EngineError(
                 f"engine {self.name} at {self.url} is gone (POST /generate: the stream ended before its answers)",

@@ -55,7 +55,7 @@ class EngineHTTP:
     Calls raise InvalidField if the engine refuses a request (4xx; Unauthenticated for 401), EngineError if it cannot be
     reached, goes away or fails (5xx), DeadlineExceeded if it does not answer in time.
 
-    Belongs to the event loop on which it is first used; close it there.
+    Belongs to the event loop on which it is first used; close it there. closed: whether `close` was called.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class EngineHTTP:
         self.timeout_seconds = timeout_seconds
         self._headers = bearer(api_key)
         self._session: aiohttp.ClientSession | None = None
+        self.closed = False
 
     async def get(self, path: str, *, timeout_seconds: float | None = None) -> Any:
         return await self.call("GET", path, timeout_seconds=timeout_seconds)
@@ -123,9 +124,10 @@ class EngineHTTP:
         *,
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float,
+        repeatable: bool = True,
     ) -> None:
         """Calls `on_event` with each of the server-sent events with which a POST is answered, up to [DONE]. If its
-        connection is lost before the first event, the POST is sent again.
+        connection is lost before the first event, the POST is sent again where it is `repeatable`.
 
         Events that are refusals raise the errors of `EngineHTTP`.
         """
@@ -150,7 +152,7 @@ class EngineHTTP:
                             on_event(event)
 
         with self._explained("POST", path, timeout_seconds):
-            await self._repeated(send, lambda: not begun)
+            await self._repeated(send, lambda: repeatable and not begun)
         if not begun:
             raise EngineError(f"engine {self.name} answered POST {path} with no event", field=self.name, value=path)
 
@@ -216,7 +218,7 @@ class EngineHTTP:
 
     async def close(self) -> None:
         # Cleared before closing, so that a request about to be sent again notices it and does not use a closed session.
-        session, self._session = self._session, None
+        session, self._session, self.closed = self._session, None, True
         if session is not None:
             await session.close()
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from slime.rollout.engines.client import EngineClient
-from slime.types.errors import EngineError, SlimeError
+from slime.types.errors import DeadlineExceeded, EngineError, SlimeError
 
 T = TypeVar("T")
 
@@ -49,12 +49,14 @@ class Pair:
 
     async def answers(self, prefill: Coroutine[Any, Any, Any], decode: Coroutine[Any, Any, T]) -> tuple[Any, T]:
         """Awaits both calls of the request. If one fails, ends the other, and raises the error of the engine that is to
-        blame: the one whose connection broke, if there is one."""
+        blame: the one whose connection broke, if there is one. An engine that refuses the request is to blame at
+        once: nothing is handed over then."""
         first, second = asyncio.ensure_future(prefill), asyncio.ensure_future(decode)
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_EXCEPTION)
             errors = [_error(first), _error(second)]
-            if any(errors) and not any(map(_is_gone, errors)) and not self.aborted:
+            failed = any(isinstance(error, EngineError | DeadlineExceeded) for error in errors)
+            if failed and not any(map(_is_gone, errors)) and not self.aborted:
                 await asyncio.wait({first, second}, timeout=BLAME_SECONDS)
                 errors = [_error(first), _error(second)]
             of_first, of_second = errors
@@ -77,6 +79,8 @@ class Pair:
         await asyncio.gather(*aborts)
 
     async def _abort(self, client: EngineClient, rid: str) -> None:
+        if client.closed:  # of an engine that was replaced or has left
+            return
         with contextlib.suppress(SlimeError, TimeoutError):
             await asyncio.wait_for(client.abort(rid), ABORT_SECONDS)
 

@@ -155,6 +155,16 @@ def with_nuclei(answer: JSON, engine: str) -> JSON:
     return answer | {"meta_info": kept | _nuclei([[ids, bounds]])}
 
 
+def never_sent(rid: str) -> dict[str, Any]:
+    """Returns the answer to a request that was aborted before it was sent to an engine."""
+    reason = {"type": "abort", "message": "aborted before an engine had it"}
+    return {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {"id": rid, "finish_reason": reason, "output_token_logprobs": []},
+    }
+
+
 def refusal(piece: Mapping[str, Any]) -> tuple[int, Any] | None:
     """Returns the HTTP status and the detail of a refusal that arrives as a piece, because the stream had begun; None
     for any other piece."""

@@ -11,16 +11,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from slime.rollout.calls.event_loop import LoopThread
 from slime.rollout.engines.base import RunningEngine
 from slime.rollout.engines.kind import DECODE
 from slime.rollout.engines.pairs import Pair
-from slime.rollout.engines.streams import StreamedAnswers
+from slime.rollout.engines.streams import StreamedAnswers, never_sent
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.rollout.fleet.watched import FleetOptions, WatchedEngines
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from slime.rollout.fleet.router_address import RouterAddress
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 OnOutput: TypeAlias = Callable[[dict[str, Any]], None]
 
 # The finish reasons of requests that continue from the tokens that they have: those that a weight update ended, and
@@ -59,17 +60,77 @@ class Fleet(WatchedEngines):
         await super()._close()
 
     @contextlib.asynccontextmanager
-    async def admit(
-        self, samples: int, session_id: str | None, member: Member | None, rids: Sequence[str]
-    ) -> AsyncIterator[Member]:
+    async def admit(self, request: RoutedRequest) -> AsyncIterator[Member]:
         """Yields the member of a request, at which `abort` finds it while the block runs. Raises as `Router.admit`."""
-        async with self.router.admit(samples, session_id, member, rids) as chosen:
-            self._sent.update(dict.fromkeys(rids, chosen))
+        of_router = request.samples, request.session_id, request.member, request.rids
+        async with self.router.admit(*of_router) as chosen:
+            self._sent.update(dict.fromkeys(request.rids, chosen))
             try:
                 yield chosen
             finally:
-                for rid in rids:
+                for rid in request.rids:
                     self._sent.pop(rid, None)
+
+    async def attempt(
+        self, request: RoutedRequest, chosen: Member, send: Callable[[PairInFlight | None], Awaitable[T]]
+    ) -> T | None:
+        """Returns what `send` returns for a request that `chosen` has admitted. send(pair): pair is None where `chosen`
+        does all of the request itself.
+
+        Returns None where the request has to be admitted again: an engine was lost or ends its requests, or its pair
+        has failed to hand it over, for which it is sent a few times. Raises Withdrawn where it was aborted, and what
+        `explain` raises.
+        """
+        if chosen.stage == DECODE and not self.router.has_helper:
+            return None
+        engine = chosen.engine
+        with self._paired(request, chosen) as pair:
+            try:
+                return await send(pair)
+            except EngineError as error:
+                if pair is None:
+                    await self.explain(chosen, engine, error)
+                elif pair.aborted:
+                    raise Withdrawn from error
+                elif self._ended_for(chosen, pair) is None:
+                    await self._explain_pair(request, pair, engine, error)
+                return None
+
+    async def _explain_pair(
+        self, request: RoutedRequest, pair: PairInFlight, engine: RunningEngine, error: EngineError
+    ) -> None:
+        """Does what `explain` does, for the engine that is to blame. Where the pair has failed to hand a request over
+        and no engine is lost, returns a few times before it raises."""
+        blamed = (pair.helper, pair.engine) if pair.helper_failed else (pair.member, engine)
+        try:
+            await self.explain(*blamed, error)
+        except EngineError:
+            request.failures += 1
+            if self.error is not None or request.failures >= HANDOVERS:
+                raise
+            log.warning("a request was not handed over, and is sent again: %s", error.message)
+
+    @contextlib.contextmanager
+    def _paired(self, request: RoutedRequest, member: Member) -> Iterator[PairInFlight | None]:
+        """Yields the pair for a request that `member` has admitted; None where it does all of the request itself. Where
+        it does not, the router must have a helper."""
+        if member.stage != DECODE:
+            yield None
+            return
+        helper = self.router.take_helper(request.samples, request.session_id)
+        pair = PairInFlight(helper, member, request.rids, partial(self.router.give_back, helper, request.samples))
+        self._pairs.add(pair)
+        try:
+            yield pair
+        finally:
+            self._pairs.discard(pair)
+            pair.end_prefill()
+
+    def _ended_for(self, chosen: Member, pair: PairInFlight | None) -> str | None:
+        """Returns the finish reason of requests that the fleet ends there now; None while it ends none."""
+        if self._interrupting:
+            return INTERRUPTED
+        return LOST if chosen in self._leaving or (pair is not None and pair.helper in self._leaving) else None
 
     async def generate(
         self,
@@ -119,11 +180,14 @@ class Fleet(WatchedEngines):
             fields["image_data"] = images
         if self.options.routed_experts:
             fields["return_routed_experts"] = True
-        request = _Request(input_ids, sampling_params, rids or (), fields, on_output)
+        request = _Request(
+            samples=len(input_ids), rids=rids or (), session_id=session_id, member=member, input_ids=input_ids,
+            sampling_params=sampling_params, fields=fields, on_output=on_output,
+        )  # fmt: skip
         outputs: Any = None
         try:
             while outputs is None:
-                async with self.admit(len(input_ids), session_id, member, request.rids) as chosen:
+                async with self.admit(request) as chosen:
                     outputs = await self._ask(chosen, request)
         except Withdrawn:
             return request.never_sent()
@@ -139,75 +203,33 @@ class Fleet(WatchedEngines):
     async def _ask(self, chosen: Member, request: _Request) -> Any:
         """Sends a request to the member that has admitted it, and to a helper where it needs one. Returns the answers;
         None where an engine was lost before it had answered, so that the request is to be admitted again."""
-        if chosen.stage == DECODE and not self.router.has_helper:
-            return None
-        ids, engine, limit = request.input_ids, chosen.engine, chosen.limit
+        ids, limit = request.input_ids, chosen.limit
         began = 0 if limit is None else limit.began(_most_tokens(ids, request.sampling_params))
         streamed, params, streaming = self._stream(chosen, request.sampling_params, request.on_output)
-        with self.paired(chosen, len(ids), request.rids) as pair:
-            fields = {
-                **request.fields,
-                **self._nuclei(chosen, request.sampling_params),
-                **(pair.fields if pair else {}),
-            }
-            call = chosen.client.generate(ids, params, streamed=streamed, **fields, **streaming)
-            try:
-                if pair is not None:
-                    first = pair.prefill.generate(ids, request.sampling_params, **fields)
-                    _, outputs = await pair.answers(pair.until_left(first), chosen.until_left(call))
-                else:
-                    outputs = await chosen.until_left(call)
-            except EngineError as error:
-                if pair is not None and pair.aborted:
-                    outputs = request.never_sent()
-                else:
-                    await self._explain_request(pair, chosen, engine, error, request)
-                    return streamed.kept(request.rids, LOST) if streamed is not None and streamed.begun else None
+        fields = {**request.fields, **self._nuclei(chosen, request.sampling_params)}
+
+        async def send(pair: PairInFlight | None) -> Any:
+            generate = partial(chosen.client.generate, ids, params, streamed=streamed, **fields, **streaming)
+            if pair is None:
+                outputs = await chosen.until_left(generate())
+            else:
+                # A room serves one attempt.
+                once = {"repeatable": False, **pair.fields}
+                first = pair.prefill.generate(ids, request.sampling_params, **fields, **once)
+                _, outputs = await pair.answers(pair.until_prefilled(first), chosen.until_left(generate(**once)))
             if limit is not None:
                 limit.answered(len(ids), _retracted(outputs), began)
-            if self._interrupting:
-                _mark_aborted(outputs, INTERRUPTED)
-            elif chosen in self._leaving or (pair is not None and pair.helper in self._leaving):
-                _mark_aborted(outputs, LOST)
+            if (reason := self._ended_for(chosen, pair)) is not None:
+                _mark_aborted(outputs, reason)
             return outputs
 
-    async def _explain_request(
-        self, pair: PairInFlight | None, chosen: Member, engine: RunningEngine, error: EngineError, request: _Request
-    ) -> None:
-        """Does what `explain` does, for the engine that is to blame. Where a pair has failed to hand a request over and
-        no engine is lost, returns a few times before it raises."""
-        if pair is None:
-            await self.explain(chosen, engine, error)
-            return
         try:
-            await self.explain_pair(pair, chosen, engine, error)
-        except EngineError:
-            request.failures += 1
-            if self.error is not None or request.failures >= HANDOVERS:
-                raise
-            log.warning("a request was not handed over, and is sent again: %s", error.message)
-
-    async def explain_pair(self, pair: PairInFlight, member: Member, engine: RunningEngine, error: SlimeError) -> None:
-        """Does what `explain` does, for the engine of a pair that is to blame."""
-        if pair.helper_failed:
-            await self.explain(pair.helper, pair.engine, error)
-        else:
-            await self.explain(member, engine, error)
-
-    @contextlib.contextmanager
-    def paired(self, member: Member, samples: int, rids: Sequence[str]) -> Iterator[PairInFlight | None]:
-        """Yields the pair for a request that `member` has admitted; None where it does all of the request itself. Where
-        it does not, the router must have a helper."""
-        if member.stage != DECODE:
-            yield None
-            return
-        pair = PairInFlight(self.router.take_helper(samples), member, rids)
-        self._pairs.add(pair)
-        try:
-            yield pair
-        finally:
-            self._pairs.discard(pair)
-            self.router.give_back(pair.helper, samples)
+            outputs, reason = await self.attempt(request, chosen, send), LOST
+        except Withdrawn:
+            outputs, reason = None, "abort"
+        if outputs is None and streamed is not None and streamed.begun:
+            return streamed.kept(request.rids, reason)
+        return request.never_sent() if reason == "abort" else outputs
 
     def _nuclei(self, member: Member, sampling_params: list[dict[str, Any]]) -> Mapping[str, Any]:
         """Returns the fields of a request that ask for nuclei."""
@@ -244,12 +266,13 @@ class Fleet(WatchedEngines):
         await asyncio.gather(*(self.call(member, partial(_abort_request, rid)) for member, rid in sent))
 
     def _abort_pairs(self, rids: Sequence[str] | None) -> set[tuple[Member, str]]:
-        """Notes an abort of these requests, or of all, at their pairs. Returns (helper, id) of each request."""
+        """Notes an abort of these requests, or of all, at their pairs. Returns (helper, id) of those in prefill."""
         wanted = None if rids is None else frozenset(rids)
         found = {pair for pair in self._pairs if wanted is None or wanted & set(pair.rids)}
         for pair in found:
             pair.aborted = True
-        return {(pair.helper, rid) for pair in found for rid in pair.rids if wanted is None or rid in wanted}
+        in_prefill = [pair for pair in found if not pair.prefilled]
+        return {(pair.helper, rid) for pair in in_prefill for rid in pair.rids if wanted is None or rid in wanted}
 
     async def interrupt(self, timeout: float) -> None:
         """Ends all requests in flight; their answers hold the tokens so far and the finish reason `INTERRUPTED`.
@@ -262,7 +285,6 @@ class Fleet(WatchedEngines):
         try:
             while self.router.in_flight:
                 # Repeated, because an abort that overtakes its request finds nothing to end.
-                self._abort_pairs(None)
                 await self.each(lambda member: member.client.abort())
                 left = deadline - time.monotonic()
                 if left <= INTERRUPT_AGAIN_SECONDS:
@@ -282,11 +304,13 @@ class Fleet(WatchedEngines):
             while self.router.load_of(member) and not member.left and (left := deadline - time.monotonic()) > 0:
                 # By their ids, because the engine may serve others too; repeated, because an abort that overtakes its
                 # request finds nothing to end.
-                mine = {rid for rid, sent in self._sent.items() if sent is member}
-                mine |= {rid for pair in self._pairs for rid in pair.rids if pair.helper is member}
-                self._abort_pairs(list(mine))
+                mine = {(member, rid) for rid, sent in self._sent.items() if sent is member}
+                for pair in self._pairs:
+                    # A request that was handed over is none of its helper's any more.
+                    if not pair.prefilled and member in (pair.helper, pair.member):
+                        mine |= {(each, rid) for each in (pair.helper, pair.member) for rid in pair.rids}
                 with contextlib.suppress(SlimeError):
-                    await asyncio.wait_for(asyncio.gather(*(_abort_request(rid, member) for rid in mine)), left)
+                    await asyncio.wait_for(asyncio.gather(*(_abort_request(rid, each) for each, rid in mine)), left)
                 again = time.monotonic() + min(left, INTERRUPT_AGAIN_SECONDS)
                 while self.router.load_of(member) and time.monotonic() < again:
                     await asyncio.sleep(0.02)
@@ -297,25 +321,48 @@ class Fleet(WatchedEngines):
 
 
 class PairInFlight(Pair):
-    """A request at a pair of members. helper: the one that does prefill; engine: its engine when the request began."""
+    """A request at a pair of members. helper: the one that does prefill; engine: its engine when the request began.
+    prefilled: whether its part has ended. on_prefilled: called once then."""
 
-    def __init__(self, helper: Member, member: Member, rids: Sequence[str]) -> None:
+    def __init__(self, helper: Member, member: Member, rids: Sequence[str], on_prefilled: Callable[[], None]) -> None:
         super().__init__(helper.client, helper.abilities.bootstrap_port, member.client, rids)
-        self.helper, self.engine = helper, helper.engine
-        self.until_left = helper.until_left
+        self.helper, self.member, self.engine = helper, member, helper.engine
+        self.prefilled = False
+        self._on_prefilled = on_prefilled
+
+    async def until_prefilled(self, prefill: Coroutine[Any, Any, Any]) -> Any:
+        """Awaits the helper's call. Raises EngineError as soon as the helper has left the fleet."""
+        try:
+            return await self.helper.until_left(prefill)
+        finally:
+            self.end_prefill()
+
+    def end_prefill(self) -> None:
+        if not self.prefilled:
+            self.prefilled = True
+            self._on_prefilled()
 
 
-@dataclass
-class _Request:
-    """One request of several sequences. fields: those of its body besides. failures: how often a pair of engines that
-    live has failed to hand it over."""
+@dataclass(kw_only=True)
+class RoutedRequest:
+    """A request as engines are chosen for it. failures: how often a pair of engines that live has failed to hand it
+    over."""
+
+    samples: int
+    rids: Sequence[str]
+    session_id: str | None
+    member: Member | None = None
+    failures: int = 0
+
+
+@dataclass(kw_only=True)
+class _Request(RoutedRequest):
+    """One request of several sequences. fields: those of its body besides."""
 
     input_ids: list[list[int]]
     sampling_params: list[dict[str, Any]]
-    rids: Sequence[str]
     fields: Mapping[str, Any]
     on_output: OnOutput | None
-    failures: int = 0
 
     def never_sent(self) -> list[dict[str, Any]]:
         """Returns the answers to a request that was aborted before an engine had begun it."""
@@ -336,16 +383,6 @@ def _retracted(outputs: Any) -> int:
 
 async def _abort_request(rid: str, member: Member) -> None:
     await member.client.abort(rid)
-
-
-def never_sent(rid: str) -> dict[str, Any]:
-    """Returns the answer to a request that was aborted before it was sent to an engine."""
-    reason = {"type": "abort", "message": "aborted before an engine had it"}
-    return {
-        "text": "",
-        "output_ids": [],
-        "meta_info": {"id": rid, "finish_reason": reason, "output_token_logprobs": []},
-    }
 
 
 def _mark_aborted(outputs: Any, reason: str) -> None:

@@ -9,7 +9,7 @@ their arrival. Not thread-safe: used on one asyncio loop only.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,7 +61,10 @@ class Router(Generic[E]):
         self.in_pairs = False
         self.limit_of = concurrency if callable(concurrency) else _constant(concurrency)
         self._in_flight = {engine.name: 0 for engine in self.engines}
-        self._sessions: OrderedDict[str, E] = OrderedDict()
+        # Samples whose prefill is under way at a helper; they are in flight at the engine that decodes.
+        self._helping: Counter[str] = Counter()
+        # The engines of each session, by the part of a request that they do.
+        self._sessions: OrderedDict[tuple[str, str], E] = OrderedDict()
         # Names of the engines that get no requests; True where requests that ask for this engine wait for its return.
         self._out: dict[str, bool] = {}
         self._shut: str | None = None
@@ -97,22 +100,27 @@ class Router(Generic[E]):
         return [engine for engine in self.in_rotation if self.stage_of(engine) not in excluded]
 
     @property
+    def can_admit(self) -> bool:
+        """True while a request that may go to any engine has one in rotation, and a helper where it needs one."""
+        return bool(self._candidates())
+
+    @property
     def has_helper(self) -> bool:
         return bool(self._helpers)
 
-    def take_helper(self, samples: int) -> E:
-        """Returns the engine that does prefill for a request, whose samples are in flight there until `give_back`. Call
-        it while there is one: the last may be lost after the request was admitted."""
-        chosen = min(self._helpers, key=lambda engine: self._in_flight[engine.name])
-        self._in_flight[chosen.name] += samples
+    def take_helper(self, samples: int, session_id: str | None = None) -> E:
+        """Returns the engine that does prefill for a request, whose samples are part of its load until `give_back`.
+        Call it while there is one: the last may be lost after the request was admitted."""
+        chosen = self._least_loaded(self._helpers, PREFILL, session_id)
+        self._helping[chosen.name] += samples
         return chosen
 
     def give_back(self, engine: E, samples: int) -> None:
-        self._release(engine, samples)
+        self._helping[engine.name] -= samples
 
     def load_of(self, engine: E) -> int:
-        """Returns the number of samples in flight at this engine."""
-        return self._in_flight[engine.name]
+        """Returns the number of samples that this engine has to do a part of."""
+        return self._in_flight[engine.name] + self._helping[engine.name]
 
     def take_held_back(self, engine: E) -> bool:
         """Returns whether a request has waited for this engine's limit since the last call."""
@@ -222,13 +230,18 @@ class Router(Generic[E]):
         return self.choose(waiter.session_id) if self._candidates() else None
 
     def choose(self, session_id: str | None = None) -> E:
-        bound = None if session_id is None else self._sessions.get(session_id)
-        if session_id is not None and bound is not None and bound.name not in self._out:
-            self._sessions.move_to_end(session_id)
+        return self._least_loaded(self._candidates(), DECODE, session_id)
+
+    def _least_loaded(self, engines: Sequence[E], stage: str, session_id: str | None) -> E:
+        """Returns the engine that does this part of a session's requests, or the one with the lowest load."""
+        key = None if session_id is None else (stage, session_id)
+        bound = None if key is None else self._sessions.get(key)
+        if key is not None and bound is not None and bound.name not in self._out:
+            self._sessions.move_to_end(key)
             return bound
-        chosen = min(self._candidates(), key=lambda engine: self._in_flight[engine.name] / self.limit_of(engine))
-        if session_id is not None:
-            self._sessions[session_id] = chosen
+        chosen = min(engines, key=lambda engine: self.load_of(engine) / self.limit_of(engine))
+        if key is not None:
+            self._sessions[key] = chosen
             if len(self._sessions) > SESSIONS_KEPT:
                 self._sessions.popitem(last=False)
         return chosen

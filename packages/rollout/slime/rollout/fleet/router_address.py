@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -24,10 +26,10 @@ from slime.rollout.chat.front import status_of
 from slime.rollout.doors import Access, Bodies, Connections, listen
 from slime.rollout.doors.bodies import parse_json, too_deep
 from slime.rollout.engines.keys import new_key, remember
-from slime.rollout.engines.kind import DECODE
 from slime.rollout.engines.pairs import with_prompt_log_probs
 from slime.rollout.engines.process import ANY_ADDRESS
-from slime.rollout.fleet.fleet import Fleet, PairInFlight, never_sent
+from slime.rollout.engines.streams import never_sent
+from slime.rollout.fleet.fleet import Fleet, PairInFlight, RoutedRequest
 from slime.rollout.fleet.member import Member
 from slime.rollout.fleet.router import Withdrawn
 from slime.types.addresses import join_address
@@ -108,31 +110,19 @@ class RouterAddress:
         raw = await self._bodies.read(request)
         body = parse_json(raw) if raw else {}
         body = body if isinstance(body, dict) else {}
-        keys = _request_ids(body)
+        if self._fleet.router.in_pairs and body.get("rid") is None:
+            # The other engine of a pair is told by this id when one of them fails.
+            body = body | {"rid": _new_ids(body)}
+        routed = RoutedRequest(samples=_samples(body), rids=_request_ids(body), session_id=request.headers.get(SESSION))
         answer = _Answer(request, raw, self._fleet.options.request_timeout)
+        response = None
         try:
-            while True:
-                async with self._fleet.admit(_samples(body), request.headers.get(SESSION), None, keys) as chosen:
-                    if chosen.stage == DECODE and not self._fleet.router.has_helper:
-                        continue
-                    engine = chosen.engine
-                    with self._fleet.paired(chosen, _samples(body), keys) as pair:
-                        try:
-                            taking = answer.take(chosen) if pair is None else answer.take_from_pair(chosen, pair, body)
-                            return await chosen.until_left(taking)
-                        except EngineError as error:
-                            if answer.begun:
-                                log.warning("a streamed answer is cut off: %s", error)
-                                return answer.cut_off()
-                            if pair is not None and pair.aborted:
-                                raise Withdrawn from error
-                            # Returns only where the engine is lost.
-                            if pair is not None:
-                                await self._fleet.explain_pair(pair, chosen, engine, error)
-                            else:
-                                await self._fleet.explain(chosen, engine, error)
+            while response is None:
+                async with self._fleet.admit(routed) as chosen:
+                    response = await self._fleet.attempt(routed, chosen, partial(answer.take_or_cut_off, chosen, body))
+            return response
         except Withdrawn:
-            outputs = [never_sent(rid) for rid in keys or [""]]
+            outputs = [never_sent(rid) for rid in routed.rids or [""]]
             return web.json_response(outputs if isinstance(body.get("rid"), list) else outputs[0])
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -170,17 +160,32 @@ class _Answer:
     def begun(self) -> bool:
         return self._response is not None
 
+    async def take_or_cut_off(
+        self, member: Member, body: Mapping[str, Any], pair: PairInFlight | None
+    ) -> web.StreamResponse:
+        """Does what `take` does, or `take_from_pair`; but cuts an answer off of which the client has got a part."""
+        try:
+            if pair is not None:
+                return await self.take_from_pair(member, pair, body)
+            return await member.until_left(self.take(member))
+        except EngineError as error:
+            if not self.begun:
+                raise
+            log.warning("a streamed answer is cut off: %s", error)
+            return self.cut_off()
+
     async def take(self, member: Member, body: bytes | None = None) -> web.StreamResponse:
         """Raises EngineError where the engine fails (5xx) or is gone, DeadlineExceeded; refusals are handed on.
 
-        body: in place of that of the request.
+        body: in place of that of the request, for one attempt only.
         """
+        repeatable = body is None
         body = self._body if body is None else body
         headers = {"Content-Type": "application/json"} if body else {}
         if session := self._request.headers.get(SESSION):
             headers[SESSION] = session
         return await member.client.relay(
-            self._request.method, self._request.path_qs, self._hand_on, lambda: not self.begun,
+            self._request.method, self._request.path_qs, self._hand_on, lambda: repeatable and not self.begun,
             timeout_seconds=self._timeout, data=body, headers=headers,
         )  # fmt: skip
 
@@ -188,11 +193,18 @@ class _Answer:
         """Does what `take` does, with another engine that does prefill for `member`. Raises InvalidField for what that
         one refuses. A streamed answer lacks the log-probs of the prompt, which only the other engine has."""
         fields = {**body, **pair.fields}
-        prefill = pair.prefill.post(
-            self._request.path_qs, fields | {"stream": False}, timeout_seconds=self._timeout, repeatable=True
-        )
-        taken = self.take(member, json.dumps(fields).encode())
-        first, response = await pair.answers(pair.until_left(prefill), taken)
+
+        async def decode() -> web.StreamResponse:
+            response = await member.until_left(self.take(member, json.dumps(fields).encode()))
+            if response.status >= 400:
+                raise _Refused(response)
+            return response
+
+        prefill = pair.prefill.post(self._request.path_qs, fields | {"stream": False}, timeout_seconds=self._timeout)
+        try:
+            first, response = await pair.answers(pair.until_prefilled(prefill), decode())
+        except _Refused as refused:
+            return refused.response
         if isinstance(response, web.Response) and response.status == 200 and self._request.path == "/generate":
             whole = with_prompt_log_probs(parse_json(response.body), first)  # type: ignore[arg-type]
             return web.json_response(whole)
@@ -223,6 +235,20 @@ class _Answer:
         return self._response
 
 
+class _Refused(Exception):
+    """A refusal of the engine that decodes, which ends the call of the other one."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__(response.status)
+        self.response = response
+
+
+def _new_ids(body: Mapping[str, Any]) -> str | list[str]:
+    """Returns an id for the prompt of a request, or for each of its prompts."""
+    prompts = _prompts(body)
+    return uuid.uuid4().hex if prompts is None else [uuid.uuid4().hex for _ in prompts]
+
+
 def _request_ids(body: Mapping[str, Any]) -> Sequence[str]:
     rids = body.get("rid")
     rids = rids if isinstance(rids, list) else [rids]
@@ -231,11 +257,16 @@ def _request_ids(body: Mapping[str, Any]) -> Sequence[str]:
 
 def _samples(body: Mapping[str, Any]) -> int:
     """Returns how many sequences a request asks for; 1 where it says nothing that an engine would accept."""
-    prompts = body.get("input_ids", body.get("text"))
-    several = isinstance(prompts, list) and prompts and isinstance(prompts[0], (list, str))
+    prompts = _prompts(body)
     params = body.get("sampling_params", body)
     each = params.get("n") if isinstance(params, dict) else 1
-    return (len(prompts) if several else 1) * (each if type(each) is int and each > 0 else 1)
+    return (1 if prompts is None else len(prompts)) * (each if type(each) is int and each > 0 else 1)
+
+
+def _prompts(body: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the prompts of a request for several, else None."""
+    prompts = body.get("input_ids", body.get("text"))
+    return prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], (list, str)) else None
 
 
 def _refusal(error: SlimeError) -> web.Response:

@@ -1,0 +1,164 @@
+"""Pairs of engines of which one dies, leaves, or loses its connection: requests go on, and end as they should."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from rollout_pairs import (
+    PARAMS,
+    PARTS,
+    aborted,
+    answered,
+    ask,
+    bodies,
+    done,
+    in_pair,
+    member,
+    open_pairs,
+    remote,
+    until,
+)  # fmt: skip
+from sglang_pairs import DROP
+from sglang_recording import HOLD, HOLD_PREFILL
+
+from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.member import Member
+from slime.utils.http_utils import post
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    yield from open_pairs()
+
+
+def kill(lost: Member) -> None:
+    os.kill(lost.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+
+def other_of(fleet: Fleet, busy: Member) -> Member:
+    return next(each for each in fleet.members if each.stage == busy.stage and each is not busy)
+
+
+@pytest.mark.parametrize("lost, held", [("d", HOLD), ("d", HOLD_PREFILL), ("p", HOLD_PREFILL)])
+def test_a_request_goes_on_when_an_engine_of_its_pair_dies(fleet: Fleet, lost: str, held: int) -> None:
+    fleet.weights_as_started = False  # the lost engine has to wait for weights
+
+    async def lose_one() -> Any:
+        request = asyncio.create_task(ask(fleet, [held, 5], rid="held"))
+        pair = await in_pair(fleet)
+        busy = pair.member if lost == "d" else pair.helper
+        await until(lambda: pair.prefilled or held == HOLD_PREFILL)
+        await until(lambda: any(body["rid"] == ["held-0"] for body in bodies_of(busy)))
+        kill(busy)
+        other = other_of(fleet, busy)
+        await until(lambda: fleet.router.load_of(other) == 1)
+        await until(lambda: not busy.out)
+        # It is held at the other pair now.
+        await aborted(fleet, request, ["held-0"])
+        return busy, other
+
+    def bodies_of(each: Member) -> list[dict[str, Any]]:
+        return fleet.loop.run(each.client.get("/calls"), timeout=30)["bodies"]
+
+    busy, other = done(lose_one())
+    assert fleet.num_restarts == 1 and fleet.error is None and busy.awaits_weights and not other.out
+    port = busy.abilities.bootstrap_port
+    assert busy.stage == ("decode" if lost == "d" else "prefill") and (lost == "d" or port)
+    assert answered(done(ask(fleet, [5, 6], rid="next"))) == [[6, 5, 1]]
+    assert fleet.router.in_flight == 0
+
+
+def test_a_request_that_was_handed_over_is_no_longer_its_prefill_engines(fleet: Fleet) -> None:
+    async def hand_over() -> None:
+        request = asyncio.create_task(ask(fleet, [HOLD, 5], rid="held"))
+        pair = await in_pair(fleet)
+        await until(lambda: pair.prefilled)
+        assert fleet.router.in_flight == 1
+        assert (fleet.router.load_of(pair.helper), fleet.router.load_of(pair.member)) == (0, 1)
+        fleet.router.take_out(pair.helper, awaited=False)
+        # It has nothing to wait for.
+        await asyncio.wait_for(fleet.move_away(pair.helper, 600), 60)
+        assert not request.done() and not pair.aborted
+        kill(pair.member)
+        await until(lambda: fleet.router.load_of(other_of(fleet, pair.member)) == 1)
+        await aborted(fleet, request, ["held-0"])
+
+    fleet.loop.run(hand_over(), timeout=120)
+    assert fleet.router.in_flight == 0
+
+
+@pytest.mark.parametrize("leaving", ["p", "d"])
+def test_a_request_goes_on_when_an_engine_of_its_pair_has_to_end_it_before_it_is_handed_over(
+    fleet: Fleet, leaving: str
+) -> None:
+    async def move() -> None:
+        request = asyncio.create_task(ask(fleet, [HOLD_PREFILL, 5], rid="held"))
+        pair = await in_pair(fleet)
+        gone = pair.helper if leaving == "p" else pair.member
+        fleet.router.take_out(gone, awaited=False)
+        await fleet.move_away(gone, 60)
+        await until(lambda: fleet.router.load_of(other_of(fleet, gone)) == 1)
+        assert fleet.router.load_of(gone) == 0
+        await aborted(fleet, request, ["held-0"])
+
+    fleet.loop.run(move(), timeout=120)
+    assert fleet.error is None
+
+
+def test_an_aborted_request_keeps_its_tokens_when_its_engine_dies(fleet: Fleet) -> None:
+    async def lose_aborted() -> dict[str, Any]:
+        seen: list[dict[str, Any]] = []
+        request = asyncio.create_task(ask(fleet, [HOLD, 5], rid="held", on_output=seen.append))
+        pair = await in_pair(fleet)
+        await until(lambda: seen)
+        # It never gets the abort.
+        for each in psutil.Process(pair.member.engine.pid).children(recursive=True):  # type: ignore[attr-defined]
+            each.suspend()
+        aborting = asyncio.create_task(fleet.abort(["held-0"]))
+        await until(lambda: pair.aborted)
+        kill(pair.member)
+        (output,) = await request
+        await aborting
+        return output
+
+    output = done(lose_aborted())
+    assert output["output_ids"] == [5] and output["meta_info"]["finish_reason"] == {"type": "abort"}
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_request_whose_connection_is_lost_is_sent_again_with_another_room(fleet: Fleet, over_http: bool) -> None:
+    assert fleet.address is not None
+    fleet.router.take_out(member(fleet, "d1"), awaited=False)
+    body = {"input_ids": [[DROP, 5]], "sampling_params": PARAMS}
+    sent = post(f"{fleet.address.url}/generate", body, max_retries=1) if over_http else ask(fleet, [DROP, 5])
+    assert answered(done(sent)) == [[5, DROP, 1]]
+    rooms = [body["bootstrap_room"] for body in bodies(fleet, "d0")]
+    assert len(rooms) == len(set(rooms)) == 2
+    assert {body["bootstrap_room"] for name in PARTS[0] for body in bodies(fleet, name)} >= {rooms[-1]}
+
+
+def test_nothing_is_sent_any_more_to_an_engine_that_has_left(fleet: Fleet) -> None:
+    outside = Fleet(remote(fleet, "p0", "d0", "d1"), fleet.loop)
+    outside.start()
+
+    async def leave_one() -> Any:
+        request = asyncio.create_task(ask(outside, [HOLD, 5], rid="held"))
+        pair = await in_pair(outside)
+        await until(lambda: pair.prefilled)
+        await outside.leave(pair.member)
+        (other,) = outside.answering
+        await until(lambda: outside.router.load_of(other) == 1)
+        await aborted(outside, request, ["held-0"])
+        return pair.member.client._session
+
+    try:
+        # Else nobody would close it.
+        assert fleet.loop.run(leave_one(), timeout=120) is None
+    finally:
+        outside.stop(0)
