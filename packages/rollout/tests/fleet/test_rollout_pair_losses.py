@@ -27,6 +27,7 @@ from rollout_pairs import (
 from sglang_pairs import DROP
 from sglang_recording import HOLD, HOLD_PREFILL
 
+from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.member import Member
 from slime.utils.http_utils import post
@@ -141,6 +142,32 @@ def test_a_request_whose_connection_is_lost_is_sent_again_with_another_room(flee
     rooms = [body["bootstrap_room"] for body in bodies(fleet, "d0")]
     assert len(rooms) == len(set(rooms)) == 2
     assert {body["bootstrap_room"] for name in PARTS[0] for body in bodies(fleet, name)} >= {rooms[-1]}
+
+
+def test_engines_whose_partners_all_wait_for_weights_get_newer_ones_with_them(fleet: Fleet) -> None:
+    weights = EngineWeights(fleet, 60.0)
+
+    async def update(begin: Any, version: int) -> list[str]:
+        members = await begin(version)
+        for each in members:
+            await each.client.update_weights_from_disk(os.getcwd(), version)
+        await weights.commit(version)
+        return [each.name for each in members]
+
+    async def lose_prefill() -> Any:
+        await update(weights.begin, 1)
+        lost = [member(fleet, name) for name in PARTS[0]]
+        for each in lost:
+            kill(each)
+        await until(lambda: all(each.awaits_weights for each in lost))
+        request = asyncio.create_task(ask(fleet, [5, 6]))
+        # While the engines that decode serve nobody, one version must not do prefill for another.
+        assert await update(weights.begin_joining, 2) == ["p0", "p1", "d0", "d1"]
+        return await request
+
+    (output,) = fleet.loop.run(lose_prefill(), timeout=120)
+    assert output["output_ids"] == [6, 5, 1] and output["meta_info"]["weight_version"] == "2"
+    assert weights.version == 2 and not any(each.awaits_weights for each in fleet.members)
 
 
 def test_nothing_is_sent_any_more_to_an_engine_that_has_left(fleet: Fleet) -> None:

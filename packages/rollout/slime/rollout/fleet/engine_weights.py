@@ -75,8 +75,10 @@ class EngineWeights:
         """Holds the restarted engines that wait for weights, while the others serve; returns their members.
 
         Returns no members where `version` differs from the version of the engines that serve: the next update includes
-        the restarted engines. Requests that wait for one of them in particular are then sent to other engines. Raises
-        WrongState while an update is open.
+        the restarted engines. Requests that wait for one of them in particular are then sent to other engines. Engines
+        of pairs that cannot serve, because all engines that do the other part wait for weights, get `version` with
+        them. Raises WrongState while an update is open, DeadlineExceeded where running requests of such pairs do not
+        end in time.
         """
         async with self._lock:
             if self.fleet.error is not None:
@@ -86,16 +88,29 @@ class EngineWeights:
                     f"weight update {self.pending} is open, engines cannot join",
                     field="weight_version", value=version, expected="no open update",
                 )  # fmt: skip
-            waiting = [member for member in self.fleet.alive if member.awaits_weights]
             if self.stopped is not None:
                 return []
-            if version != self.version and self.fleet.router.in_rotation:
-                for member in waiting:
+            if version != self.version and self.fleet.router.can_admit:
+                for member in self._waiting():
                     self.fleet.router.take_out(member, awaited=False)
                 return []
+            if version != self.version and self._waiting() and self.fleet.router.in_rotation:
+                await self._stop_lone_engines()
+            waiting = self._waiting()
             await self.fleet.each(lambda member: member.hold(), waiting)
             self._joining = version
             return self._take_part(waiting)
+
+    def _waiting(self) -> list[Member]:
+        return [member for member in self.fleet.alive if member.awaits_weights]
+
+    async def _stop_lone_engines(self) -> None:
+        """Takes engines whose partners are all out of rotation, so that no request can be admitted, out of it too, to
+        wait for weights: both parts of a request must be done with the same ones."""
+        await self.fleet.router.drain(self.wait_seconds)
+        for member in self.fleet.router.in_rotation:
+            self.fleet.router.take_out(member, awaited=True)
+            member.awaits_weights = True
 
     async def join(self, member: Member) -> None:
         """Adds an engine to the fleet. It serves at once if no weights were sent yet, else once it has been sent them.
