@@ -77,11 +77,14 @@ def open_state(
     try:
         fleet.start(absent_leave=known is not None and known.again)
         models.start()
-        if known is not None:
-            known.keep(fleet)
         for each in models.all if engines else ():
             loop.run(RouterAddress(each, settings.rollout_engine_host).start(), timeout=LISTEN_SECONDS)
         check_abilities(settings, fleet)
+        if (extra_args or {}).get("true_on_policy_mode"):
+            check_on_policy(fleet.members)
+        if known is not None:
+            # After the checks: a service that has refused the engines that were left finds all of them again.
+            known.keep(fleet)
         if (extra_args or {}).get("multimodal_keys"):
             check_images(settings.hf_checkpoint, fleet.members)
         args = flat_args(settings, fleet, extra_args, models.by_name)
@@ -121,6 +124,16 @@ def check_member(settings: RolloutSettings, member: Member) -> None:
                 f"engines started with {switch}" if switch else "engines that can do this",
                 f"engine {member.name} at {member.url} is not one",
             )
+
+
+def check_on_policy(members: Sequence[Member]) -> None:
+    """Raises InvalidSetting for an engine with which --true-on-policy-mode does not work."""
+    for member in members:
+        if member.stage:
+            raise InvalidSetting.conflict(
+                "--true-on-policy-mode", f"engine {member.name}, which does {member.stage}",
+                "no test compares the log-probs of pairs of engines with the trainer's",
+            )  # fmt: skip
 
 
 def check_images(directory: str, members: Sequence[Member]) -> None:

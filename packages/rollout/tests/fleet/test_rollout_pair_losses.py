@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from rollout_pairs import (
+    KEY,
     PARAMS,
     PARTS,
     aborted,
@@ -24,12 +28,17 @@ from rollout_pairs import (
     remote,
     until,
 )  # fmt: skip
+from rollout_tiny_model import write_tiny_model
 from sglang_pairs import DROP
 from sglang_recording import HOLD, HOLD_PREFILL
 
+from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
 from slime.rollout.fleet.fleet import Fleet
 from slime.rollout.fleet.member import Member
+from slime.rollout.launch import check_abilities, open_state
+from slime.rollout.settings.rollout import RolloutSettings
+from slime.types.errors import InvalidSetting
 from slime.utils.http_utils import post
 
 
@@ -189,3 +198,42 @@ def test_nothing_is_sent_any_more_to_an_engine_that_has_left(fleet: Fleet) -> No
         assert fleet.loop.run(leave_one(), timeout=120) is None
     finally:
         outside.stop(0)
+
+
+@pytest.fixture
+def absent() -> Iterator[RemoteEngine]:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        address = reserved.getsockname()
+    yield RemoteEngine("absent", f"http://127.0.0.1:{address[1]}", api_key=KEY)
+
+
+def test_an_absent_engine_whose_part_is_unknown_leaves_where_others_answer(fleet: Fleet, absent: RemoteEngine) -> None:
+    outside = Fleet([absent, *remote(fleet, "p0", "d0")], fleet.loop)
+    try:
+        outside.start(absent_leave=True)
+        assert [each.name for each in outside.members] == ["p0", "d0"]
+        check_abilities(RolloutSettings(hf_checkpoint="m"), outside)
+        assert answered(done(ask(outside, [5, 6]))) == [[6, 5, 1]]
+    finally:
+        outside.stop(0)
+
+
+def test_a_service_refuses_pairs_that_cannot_do_what_the_run_asks_for(
+    fleet: Fleet, absent: RemoteEngine, tmp_path: Path
+) -> None:
+    model, known, key = str(write_tiny_model(tmp_path / "model")), tmp_path / "engines.json", tmp_path / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    prefill, decode = remote(fleet, "p0", "d0")
+    settings = RolloutSettings(
+        hf_checkpoint=model, rm_type="exact_partial", rollout_external_engine_addrs=[prefill.url, decode.url],
+        rollout_engine_api_key_file=str(key),
+    )  # fmt: skip
+    words = "--true-on-policy-mode and engine external-0, which does prefill cannot be used together"
+    with pytest.raises(InvalidSetting, match=words):
+        open_state(settings, {"true_on_policy_mode": True})
+    # A service that is started again while all engines that decode are absent finds them once they are back.
+    known.write_text(json.dumps([prefill.url, absent.url]))
+    with pytest.raises(InvalidSetting, match="engines that do prefill and engines that decode"):
+        open_state(settings, engines_file=str(known))
+    assert json.loads(known.read_text()) == [prefill.url, absent.url]

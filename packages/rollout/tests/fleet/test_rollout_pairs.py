@@ -30,10 +30,11 @@ from sglang_recording import HOLD, HOLD_PREFILL
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.engines.keys import engine_headers
 from slime.rollout.fleet.engine_weights import EngineWeights
+from slime.rollout.fleet.external import ExternalEngines
 from slime.rollout.fleet.fleet import INTERRUPTED, Fleet
 from slime.rollout.launch import check_abilities
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, WrongState
 from slime.utils.http_utils import post
 
 
@@ -168,6 +169,10 @@ def test_engines_from_outside_the_run_are_pairs_too(fleet: Fleet) -> None:
     # The only one of its kind cannot leave; once another has joined, it may.
     first = member(outside, "p0")
     assert not outside.may_leave(first)
+    external = ExternalEngines(EngineWeights(outside, 60.0), None, lambda member: None)
+    for url, part in zip(addresses, ("prefill", "decode"), strict=True):
+        with pytest.raises(WrongState, match=f"the only one that does {part}"):
+            fleet.loop.run(external.remove(url), timeout=60)
     fleet.loop.run(join(outside, engines["p1"]), timeout=60)
     assert outside.may_leave(first) and not outside.may_leave(member(outside, "d0"))
     fleet.loop.run(outside.leave(first), timeout=60)

@@ -59,7 +59,7 @@ class ExternalEngines:
     async def remove(self, url: str) -> None:
         """Lets the engine at `url` leave. Returns once its requests go on elsewhere.
 
-        Raises NotFound for an engine that the fleet does not have, WrongState for the only one.
+        Raises NotFound for an engine that the fleet does not have, WrongState for the only one that does its part.
         """
         async with self._turn:
             member = next((member for member in self.fleet.members if member.url == url), None)
@@ -67,7 +67,8 @@ class ExternalEngines:
                 known = ", ".join(other.url for other in self.fleet.members)
                 raise NotFound(f"the run has no engine at {url}", field="url", value=url, expected=f"one of {known}")
             if not self.fleet.may_leave(member):
-                raise WrongState(f"the engine at {url} is the only one of the run", field="url", value=url)
+                part = f"that does {member.stage}" if member.stage else "of the run"
+                raise WrongState(f"the engine at {url} is the only one {part}", field="url", value=url)
             self.fleet.router.take_out(member, awaited=False)
             await self.fleet.move_away(member, LEAVE_SECONDS)
             await self.fleet.leave(member)

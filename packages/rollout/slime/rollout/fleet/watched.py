@@ -130,7 +130,7 @@ class WatchedEngines(ChangingMembers):
     def start(self, *, absent_leave: bool = False) -> None:
         """Reads the abilities of all engines, and watches them. Raises EngineError or DeadlineExceeded for silent ones.
 
-        absent_leave: engines from outside the run that do not answer leave the fleet, while others are left.
+        absent_leave: engines from outside the run that do not answer leave the fleet, if others answer.
         """
         self.loop.run(self._start(absent_leave), timeout=LEARN_SECONDS + 30)
 
@@ -142,7 +142,7 @@ class WatchedEngines(ChangingMembers):
         for member, error in zip(list(self.members), answers, strict=True):
             if error is None:
                 self._watch(member)
-            elif absent_leave and isinstance(error, SlimeError) and self.may_leave(member):
+            elif absent_leave and isinstance(error, SlimeError) and member.external and None in answers:
                 log.error("engine %s at %s does not answer and leaves the run: %s", member.name, member.url, error)
                 await self.leave(member)
             else:
