@@ -217,3 +217,21 @@ def test_a_session_keeps_the_engine_that_has_its_prompts() -> None:
         assert router.can_admit
 
     run(scenario())
+
+
+def test_a_session_of_an_engine_without_helpers_goes_to_one_that_does_both() -> None:
+    """Else its request would be admitted again and again by an engine that cannot serve it."""
+
+    async def scenario() -> None:
+        engines = [SimpleNamespace(name=name) for name in ("p0", "d0", "both")]
+        stages = {"p": PREFILL, "d": DECODE, "b": ""}
+        router: Router[Any] = Router(engines, 10, lambda engine: stages[engine.name[0]])
+        router.in_pairs = True
+        p0, d0, both = engines
+        async with router.admit(1, "s") as chosen:
+            assert chosen is d0
+        router.take_out(p0, awaited=True)
+        async with router.admit(1, "s") as chosen:
+            assert chosen is both
+
+    run(scenario())

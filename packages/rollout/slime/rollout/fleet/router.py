@@ -236,7 +236,7 @@ class Router(Generic[E]):
         """Returns the engine that does this part of a session's requests, or the one with the lowest load."""
         key = None if session_id is None else (stage, session_id)
         bound = None if key is None else self._sessions.get(key)
-        if key is not None and bound is not None and bound.name not in self._out:
+        if key is not None and bound is not None and bound in engines:
             self._sessions.move_to_end(key)
             return bound
         chosen = min(engines, key=lambda engine: self.load_of(engine) / self.limit_of(engine))
