@@ -153,6 +153,23 @@ def test_a_request_whose_connection_is_lost_is_sent_again_with_another_room(flee
     assert {body["bootstrap_room"] for name in PARTS[0] for body in bodies(fleet, name)} >= {rooms[-1]}
 
 
+def test_a_request_that_is_aborted_while_its_failure_is_explained_is_not_sent_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explain, calls = fleet.explain, []
+
+    async def abort_first(*failed: Any) -> None:
+        calls.append(failed)
+        if len(calls) == 1:
+            await fleet.abort(["r-0"])
+        await explain(*failed)
+
+    monkeypatch.setattr(fleet, "explain", abort_first)
+    (output,) = done(ask(fleet, [DROP, 5]))
+    assert output["output_ids"] == [] and output["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(calls) == 1 and sum(len(bodies(fleet, name)) for name in PARTS[1]) == 1
+
+
 def test_engines_whose_partners_all_wait_for_weights_get_newer_ones_with_them(fleet: Fleet) -> None:
     weights = EngineWeights(fleet, 60.0)
 

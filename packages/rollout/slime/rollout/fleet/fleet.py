@@ -94,6 +94,8 @@ class Fleet(WatchedEngines):
                     raise Withdrawn from error
                 elif self._ended_for(chosen, pair) is None:
                     await self._explain_pair(request, pair, engine, error)
+                    if pair.aborted:  # meanwhile
+                        raise Withdrawn from error
                 return None
 
     async def _explain_pair(
