@@ -234,13 +234,13 @@ def test_engines_of_others_say_what_they_are_and_can(engine: EngineProcess, tmp_
             match="--deterministic requires engines started with --enable-deterministic-inference: .*external-0",
         ):
             launch.check_abilities(RolloutSettings(hf_checkpoint="x", deterministic=True), fleet)
-        for family in ("qwen2_5_vl", "smolvlm"):
+        for family in ("qwen3_vl", "smolvlm"):
             (tmp_path / family).mkdir()
             (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}))
-        launch.check_images(str(tmp_path / "qwen2_5_vl"), fleet.members)
+        launch.check_images(str(tmp_path / "qwen3_vl"), fleet.members)
         with pytest.raises(
             NotAvailable,
-            match=r"engine external-0 \(SGLang\) accepts .* only for qwen2_vl, qwen2_5_vl, not for smolvlm .*; use",
+            match=r"engine external-0 \(SGLang\) accepts .* only for qwen2_vl, qwen2_5_vl, qwen3_vl, not for smolvlm .*; use",
         ):
             launch.check_images(str(tmp_path / "smolvlm"), fleet.members)
     finally:

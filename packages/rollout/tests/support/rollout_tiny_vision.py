@@ -108,7 +108,16 @@ def write_qwen2_5_vl(directory: Path, seed: int = 0) -> Path:
     return _write_qwen(directory, seed, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, sees)
 
 
-def _write_qwen(directory: Path, seed: int, config: Any, model: Any, sees: dict[str, Any]) -> Path:
+def write_qwen3_vl(directory: Path, seed: int = 0) -> Path:
+    """Writes a model like that of `write_qwen2_vl`, whose first two layers see images too."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    sees = dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, num_position_embeddings=9)
+    sees |= dict(deepstack_visual_indexes=[0, 1])
+    return _write_qwen(directory, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, sees, head_dim=16)
+
+
+def _write_qwen(directory: Path, seed: int, config: Any, model: Any, sees: dict[str, Any], **text: int) -> Path:
     import torch
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -120,7 +129,7 @@ def _write_qwen(directory: Path, seed: int, config: Any, model: Any, sees: dict[
     made = config(
         vision_config=sees | dict(depth=2, num_heads=2, patch_size=4, initializer_range=0.2),
         text_config=_text(tokenizer)
-        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}),
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}) | text,
         image_token_id=2, video_token_id=0, vision_start_token_id=0, vision_end_token_id=0,
     )  # fmt: skip
     torch.manual_seed(seed)

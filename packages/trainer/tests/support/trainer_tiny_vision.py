@@ -13,7 +13,7 @@ from slime.types import Sample
 VOCAB, IMAGE = 32, 2
 # Tokens that a tile, or an image of another model, becomes.
 TOKENS = 4
-GRIDS = ("qwen2_vl", "qwen2_5_vl")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
@@ -43,9 +43,13 @@ def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
         sees = dict(model_type=f"{kind}_vision", depth=3, num_heads=2, patch_size=4, initializer_range=0.3)
         if kind == "qwen2_vl":
             sees |= dict(embed_dim=32, hidden_size=32, mlp_ratio=2)
-        else:
+        elif kind == "qwen2_5_vl":
             sees |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, window_size=8)
             sees |= dict(fullatt_block_indexes=[1])
+        else:
+            # Positions of images are interpolated between those of a grid of 3 x 3.
+            sees |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, num_position_embeddings=9)
+            sees |= dict(deepstack_visual_indexes=[0, 1])
         own = dict(vision_config=sees, video_token_id=VOCAB - 1, vision_start_token_id=0, vision_end_token_id=0)
     else:
         own = dict(vision_config=sees | dict(model_type=f"{kind}_vision", patch_size=4), scale_factor=2, pad_token_id=0)

@@ -55,6 +55,7 @@ def test_models_are_known_by_their_config(tmp_path: Path) -> None:
     assert vision_of({"model_type": "llava"}) is FAMILIES["llava"] and vision_of({"model_type": "qwen3"}) is None
     qwen = vision_of({"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {"spatial_merge_size": 4}})
     assert qwen is not None and (qwen.image_token, qwen.merge, qwen.grids) == (7, 4, "image_grid_thw")
+    assert vision_of({"model_type": "qwen3_vl", "image_token_id": 7}) is not None
     for config, error, named in (
         ({"model_type": "qwen3"}, InvalidSetting, "reads text only"),
         ({"model_type": "gemma3", "vision_config": {}}, NotAvailable, "with a gemma3"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_vl, write_qwen2_vl
+from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_vl, write_qwen2_vl, write_qwen3_vl
 
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -23,7 +23,7 @@ RED, BLUE, WIDE = png("red"), png("blue"), png("green", (32, 16))
 CASES = [("<image>which?", [RED]), ("<image>which?", [BLUE]), ("a<image>b<image>", [WIDE, RED]), ("text", [])]
 
 
-@pytest.fixture(scope="module", params=[write_llava, write_idefics3, write_qwen2_vl, write_qwen2_5_vl])
+@pytest.fixture(scope="module", params=[write_llava, write_idefics3, write_qwen2_vl, write_qwen2_5_vl, write_qwen3_vl])
 def write(request: pytest.FixtureRequest) -> Callable[..., Path]:
     return request.param
 
@@ -94,10 +94,16 @@ def whole(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     if "mm_token_type_ids" not in inputs:
         return model(**inputs).logits[0]
     ids, types = inputs["input_ids"], inputs["mm_token_type_ids"]
-    seen = torch.cat(list(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output))
-    embedded = model.get_input_embeddings()(ids).masked_scatter(types[..., None].bool(), seen)
+    features = model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+    embedded = model.get_input_embeddings()(ids)
+    embedded = embedded.masked_scatter(types[..., None].bool(), torch.cat(list(features.pooler_output)))
     positions, _ = model.model.get_rope_index(ids, types, image_grid_thw=inputs["image_grid_thw"])
-    return model(inputs_embeds=embedded, position_ids=positions).logits[0]
+    deep: dict[str, Any] = {}
+    if hasattr(features, "deepstack_features"):
+        deep["visual_pos_masks"] = types.bool()
+        deep["deepstack_visual_embeds"] = [torch.cat(list(of_layer)) for of_layer in features.deepstack_features]
+    states = model.model.language_model(inputs_embeds=embedded, position_ids=positions, **deep).last_hidden_state
+    return model.lm_head(states)[0]
 
 
 def request(media: Media, cases: list[tuple[str, list[bytes]]], **params: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ images, or tiles or patches of images, so the arrays of several samples are conc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,10 @@ class Vision:
 
 _TILES = Vision(("pixel_values", "pixel_attention_mask"), by_prompt=True)
 _GRIDS = Vision(("pixel_values", "image_grid_thw"), grids="image_grid_thw", merge=2)
-# By model_type of config.json. Models whose image tokens attend to each other in both directions, or that feed images
-# to several layers, are not supported.
+# By model_type of config.json. Models whose image tokens attend to each other in both directions are not supported.
 _VISIONS = {
     "llava": Vision(("pixel_values",)), "idefics3": _TILES, "smolvlm": _TILES, "qwen2_vl": _GRIDS, "qwen2_5_vl": _GRIDS,
+    "qwen3_vl": _GRIDS,
 }  # fmt: skip
 FAMILIES = {model_type: replace(vision, model_type=model_type) for model_type, vision in _VISIONS.items()}
 
@@ -118,6 +119,26 @@ def require_vision(directory: str, flag: str) -> Vision:
         raise NotAvailable.unavailable(f"{flag} with a {kind} ({directory})", f"known families are {known}")
     reason = f"the model in {directory} ({kind}) reads text only; families that read images are {known}"
     raise InvalidSetting.requires(flag, "a model that reads images", reason)
+
+
+@contextlib.contextmanager
+def fed_to_layers(model: Any, places: Any, features: Sequence[Any]) -> Iterator[None]:
+    """Within it, the language model of transformers' `model` adds features to the outputs of its first layers, as
+    Qwen3-VL does.
+
+    places: [B, T] bool, the image tokens; features: for each of those layers [image tokens, hidden]; none for other
+    families.
+    """
+
+    def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "visual_pos_masks": places, "deepstack_visual_embeds": features}
+
+    handle = model.get_decoder().register_forward_pre_hook(give, with_kwargs=True) if features else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def images_of(inputs: Mapping[str, Any] | None) -> list[bytes]:

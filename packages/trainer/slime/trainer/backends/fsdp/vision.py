@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.types.errors import InvalidField
+from slime.types.models.vision import fed_to_layers
 
 
 def accept_images(model: Any) -> None:
@@ -25,9 +26,12 @@ def accept_images(model: Any) -> None:
         input_ids: Tensor, images: dict[str, Tensor] | None = None, image_places: Tensor | None = None, **kwargs: Any
     ) -> Any:
         embedded = model.get_input_embeddings()(input_ids)
+        places, in_layers = image_places, list[Tensor]()
         if images:
             places = image_places & (input_ids == model.config.image_token_id)
-            seen = torch.cat(list(model.get_image_features(**images).pooler_output))
+            features = model.get_image_features(**images)
+            seen = torch.cat(list(features.pooler_output))
+            in_layers = [torch.cat(list(of_layer)) for of_layer in getattr(features, "deepstack_features", None) or ()]
             if len(seen) != int(places.sum()):
                 raise InvalidField(
                     "multimodal_train_inputs",
@@ -39,7 +43,8 @@ def accept_images(model: Any) -> None:
             # Ranks with images and ranks without have to reduce the gradients of the same weights.
             touched = sum((p.sum() for p in _seeing(model)), embedded.new_zeros(()))
             embedded = embedded + (0.0 * touched).to(embedded.dtype)
-        return plain(inputs_embeds=embedded, **kwargs)
+        with fed_to_layers(model, places, in_layers):
+            return plain(inputs_embeds=embedded, **kwargs)
 
     model.forward = forward
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,18 @@ def _decoded(value: Any, field: str) -> bytes:
         raise InvalidField(field, value, EXPECTED) from None
 
 
-def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> torch.Tensor:
-    """Returns embeddings [U, P, hidden] of left-padded prompts, with image features at the image tokens.
+@dataclass(frozen=True)
+class Embedded:
+    """Prompts as the language model takes them in. embedded: [U, P, hidden]; places: [U, P] bool, the image tokens;
+    in_layers: what each of the first layers adds at these places, [image tokens, hidden], in families that do so."""
+
+    embedded: torch.Tensor
+    places: torch.Tensor
+    in_layers: list[torch.Tensor]
+
+
+def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> Embedded:
+    """Embeds left-padded prompts, with image features at the image tokens.
 
     ids_UP: int64. Tokens of the same id that the model generated keep their text embedding. Raises InvalidField if the
     prompts hold another number of image tokens than the model returns features.
@@ -55,10 +66,12 @@ def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequ
         start = length - len(prompt.prompt_ids) - len(prompt.output_ids)
         places[row, [start + place for place in prompt.image_places]] = True
     joined = vision.join([prompt.media for prompt in prompts if prompt.media])
-    seen = torch.cat(list(model.get_image_features(**_tensors(model, joined)).pooler_output))
+    features = model.get_image_features(**_tensors(model, joined))
+    seen = torch.cat(list(features.pooler_output))
     if len(seen) != int(places.sum()):
         raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model makes of them")
-    return embedded.masked_scatter(places[..., None], seen.to(embedded.dtype))
+    in_layers = [torch.cat(list(of_layer)) for of_layer in getattr(features, "deepstack_features", None) or ()]
+    return Embedded(embedded.masked_scatter(places[..., None], seen.to(embedded.dtype)), places, in_layers)
 
 
 def grid_positions(

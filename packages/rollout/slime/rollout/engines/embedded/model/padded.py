@@ -9,6 +9,7 @@ exceed the planned memory, the shortest sequences leave, and continue from their
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from slime.rollout.engines.embedded.model.images import embed_images, grid_posit
 from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
+from slime.types.models.vision import fed_to_layers
 
 # Finished sequences are dropped from the cache once they are this fraction of its rows: each copy costs about a step.
 COMPACT_FRACTION = 0.25
@@ -90,13 +92,18 @@ class PaddedBatch(Batch):
             mask_UP[i, longest - len(prompt) :] = 1
         ids_UP, mask_UP = ids_UP.to(self._device), mask_UP.to(self._device)
         inputs: dict[str, torch.Tensor] = {"input_ids": ids_UP}
+        feeding: AbstractContextManager[None] = nullcontext()
         if self._vision is not None and any(s.media for s in firsts):
-            inputs = {"inputs_embeds": embed_images(self._model, self._vision, ids_UP, firsts)}
+            seen = embed_images(self._model, self._vision, ids_UP, firsts)
+            inputs = {"inputs_embeds": seen.embedded}
+            feeding = fed_to_layers(self._model, seen.places, seen.in_layers)
         positions = _positions(mask_UP)
         if self._vision is not None and self._vision.grids:
             positions, ahead_U1 = grid_positions(self._vision, positions, firsts)
             self._ahead = ahead_U1[torch.tensor(rows, device=self._device)]
-        output = self._model(**inputs, attention_mask=mask_UP, position_ids=positions, use_cache=True, logits_to_keep=1)
+        inputs |= {"attention_mask": mask_UP, "position_ids": positions}
+        with feeding:
+            output = self._model(**inputs, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         self._mask = mask_UP
         if self._routing is not None:
