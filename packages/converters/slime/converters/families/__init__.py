@@ -16,15 +16,15 @@ from slime.converters.families.llama import LLAMA
 from slime.converters.families.mimo import MIMO
 from slime.converters.families.minimax import MINIMAX_M2
 from slime.converters.families.mtp import without_missing
-from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN3_VL
 from slime.converters.families.qwen_gated import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, with_layout
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.converters.files.side_files import weight_map
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
 FAMILIES = (
-    QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3, MIMO,
-    MINIMAX_M2,
+    QWEN2, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE,
+    DEEPSEEK_V3, MIMO, MINIMAX_M2,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ keys and values of a query group beside each other in `linear_qkv`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from slime.converters.families.base import Config
@@ -14,6 +15,8 @@ from slime.converters.families.mapping import Parameter, copy, qkv, stack
 
 # Shared by all families except in layers for multi-token prediction.
 LAYER, HF_LAYER = "decoder.layers.{}.", "model.layers.{}."
+# The prefix of a language model's tensors, alone and in a model that reads images.
+_HF_TEXT, _HF_TEXT_OF_IMAGES = "model.", "model.language_model."
 
 
 def layer(number: int, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
@@ -28,6 +31,17 @@ def decoder(config: Config, layer_of: Callable[[int], Iterable[Parameter]]) -> I
     for number in range(required(config, "num_hidden_layers")):
         yield from layer(number, layer_of(number))
     yield from output(config)
+
+
+def behind_images(parameter: Parameter) -> Parameter:
+    """Returns a language model's parameter with the names of tensors that it has in a model that reads images."""
+    renamed = (
+        dataclasses.replace(block, name=_HF_TEXT_OF_IMAGES + block.name.removeprefix(_HF_TEXT))
+        if block.name.startswith(_HF_TEXT)
+        else block
+        for block in parameter.blocks
+    )
+    return dataclasses.replace(parameter, blocks=tuple(renamed))
 
 
 def embedding(config: Config) -> Iterator[Parameter]:

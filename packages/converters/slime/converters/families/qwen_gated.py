@@ -26,7 +26,6 @@ _LINEAR = "self_attention.linear_attn."
 _DELTA = ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
 # Set in the config of a model whose files have the experts of a layer in one tensor: no model has this key.
 _EXPERTS_TOGETHER = "slime_experts_together"
-_HF_TEXT, _HF_TEXT_OF_IMAGES = "model.", "model.language_model."
 
 
 def with_layout(config: Config, tensors: Iterable[str]) -> dict[str, Any]:
@@ -84,18 +83,7 @@ def _parameters(config: Config) -> Iterator[Parameter]:
     experts = moe_layers(text, len(kinds)) if _num_experts(text) else [0] * len(kinds)
     together = bool(config.get(_EXPERTS_TOGETHER))
     for parameter in blocks.decoder(text, lambda number: _layer(text, kinds[number], experts[number], together)):
-        yield parameter if text is config else _behind_images(parameter)
-
-
-def _behind_images(parameter: Parameter) -> Parameter:
-    """Returns it with the names that it has in a model that reads images."""
-    renamed = (
-        dataclasses.replace(block, name=_HF_TEXT_OF_IMAGES + block.name.removeprefix(_HF_TEXT))
-        if block.name.startswith(_HF_TEXT)
-        else block
-        for block in parameter.blocks
-    )
-    return dataclasses.replace(parameter, blocks=tuple(renamed))
+        yield parameter if text is config else blocks.behind_images(parameter)
 
 
 def _layer(text: Config, is_linear: int, has_experts: int, together: bool) -> Iterator[Parameter]:

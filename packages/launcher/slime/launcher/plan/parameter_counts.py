@@ -137,6 +137,8 @@ def _stages_of(parameter: Parameter, where: Mapping[int, int], stages: int, *, c
         return [where[int(layer[1])]]
     if parameter.name.startswith("embedding."):
         return [0, stages - 1] if copied and stages > 1 else [0]
+    if parameter.name.startswith("visual."):
+        return [0]
     return [stages - 1]
 
 
