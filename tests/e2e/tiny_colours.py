@@ -20,7 +20,8 @@ TEMPLATE = (
 
 
 def write_inputs(directory: Path, kind: str) -> Path:
-    """model/ (llava or qwen2_5_vl), and train.jsonl and test.jsonl with images as files, as text, and not at all."""
+    """model/ (llava, qwen2_5_vl or qwen3_vl), and train.jsonl and test.jsonl with images as files, as text, and not at
+    all."""
     import PIL.Image
 
     directory.mkdir(parents=True)
@@ -36,7 +37,7 @@ def write_inputs(directory: Path, kind: str) -> Path:
     rows.append({"prompt": [{"role": "user", "content": "say red"}], "label": "red"})
     for name, chosen in (("train", rows), ("test", rows[:2])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    (write_llava if kind == "llava" else write_qwen2_5_vl)(directory / "model")
+    {"llava": write_llava, "qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl}[kind](directory / "model")
     return directory
 
 
@@ -83,26 +84,39 @@ def write_llava(directory: Path) -> None:
 
 
 def write_qwen2_5_vl(directory: Path) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    sees = dict(window_size=8, fullatt_block_indexes=[1])
+    _write_qwen(directory, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, sees)
+
+
+def write_qwen3_vl(directory: Path) -> None:
+    """Two layers of the language model see images too."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    sees = dict(num_position_embeddings=9, deepstack_visual_indexes=[0, 1])
+    _write_qwen(directory, Qwen3VLConfig, Qwen3VLForConditionalGeneration, sees, head_dim=16)
+
+
+def _write_qwen(directory: Path, config_class: Any, model_class: Any, sees: dict[str, Any], **text: int) -> None:
     """An image is four tokens, in two rows."""
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer_of_words().save_pretrained(directory)
     Qwen2VLImageProcessorPil(
         size={"shortest_edge": 64, "longest_edge": 1024}, patch_size=4, merge_size=2
     ).save_pretrained(directory)
-    config = Qwen2_5_VLConfig(
-        vision_config=dict(
-            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, patch_size=4,
-            window_size=8, fullatt_block_indexes=[1],
-        ),
+    config = config_class(
+        vision_config=sees
+        | dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, patch_size=4),
         text_config=_text()
-        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}),
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
+        | text,
         image_token_id=2, video_token_id=0, vision_start_token_id=0, vision_end_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(directory)
+    model_class(config).save_pretrained(directory)
 
 
 async def reward(args: argparse.Namespace, sample: Sample, **kwargs: object) -> float:

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 import tiny_colours
 from tiny_colours import write_inputs
@@ -57,9 +59,30 @@ def test_a_run_on_images_trains_what_it_generated(kind: str, tmp_path: Path) -> 
     AutoModelForImageTextToText.from_pretrained(saved)
 
 
+def test_a_run_of_megatron_trains_on_images_what_it_generated_and_saves_it(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs", "qwen3_vl")
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "3", "--save-hf", str(tmp_path / "hf-{rollout_id}"))
+    code, output = train(inputs, tmp_path / "run", "--train-backend", "megatron", *saves)
+    assert code == 0, output
+    steps = [row for row in metrics(tmp_path / "run") if "train/loss" in row]
+    assert len(steps) == 3
+    for step in steps:
+        # Weights that the engine got after each update see what the trainer's do.
+        assert step["train/train_rollout_logprob_abs_diff"] < 1e-4
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").is_file()
+    from transformers import AutoModelForImageTextToText
+
+    first, (saved,) = inputs / "model", tmp_path.glob("hf-*")
+    AutoModelForImageTextToText.from_pretrained(saved)
+    before, after = (load_file(directory / "model.safetensors") for directory in (first, saved))
+    assert before.keys() == after.keys()
+    moved = {name for name, weight in before.items() if not np.array_equal(weight, after[name])}
+    assert any(".visual.blocks." in name for name in moved) and any(".language_model." in name for name in moved)
+
+
 def test_what_cannot_be_is_said_before_anything_starts(inputs: Path, tmp_path: Path) -> None:
     for flags, named in (
-        (("--train-backend", "megatron"), "--train-backend megatron and --multimodal-keys cannot be used together"),
+        (("--train-backend", "megatron"), "config.json: model_type 'llava' is not supported yet: supported families"),
         (("--multimodal-keys", '{"video": "clips"}'), "--multimodal-keys video is not supported yet"),
         (("--rollout-engine", "sglang"), "SGLang accepts token ids together with images only"),
     ):

@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-4b": ("qwen3-4B", {"rope_theta": 5000000}),
     "Qwen3-4B": ("qwen3-4B", {}),
     "Qwen3-8B": ("qwen3-8B", {}),
-    "Qwen3-VL-8B": ("qwen3-8B", {"model_type": "qwen3_vl", "rope_theta": 5000000}),
+    "Qwen3-VL-8B": ("qwen3-8B", {"rope_theta": 5000000}),
     "Qwen3-Next": ("qwen3-next-80B-A3B", {}),
     "Qwen3.5-9B": ("qwen3.5-9B", {}),
     "Qwen3.5-27B": ("qwen3.5-27B", {}),
@@ -60,6 +60,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-Z1": ("glm4-9B", {}),
     "DeepSeek-R1": ("deepseek-v3", {}),
 }
+# Of Qwen3-VL-8B.
+VISION = {
+    "model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 4096,
+    "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 # End or name of a directory -> quantization_config of the published model.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 QUANTIZED = {
@@ -113,8 +119,6 @@ TO_INT4 = (
 REFUSED = {
     "examples_delta_weight_sync_run-glm4.7-30B-A3B-delta": "--pipeline-model-parallel-size must be a divisor",
     "examples_geo3k_vlm_run_geo3k_qwen35": "--qkv-format",
-    "examples_geo3k_vlm_run_geo3k_vlm": "--train-backend megatron and --multimodal-keys cannot be used together",
-    "older_examples_geo3k_vlm_run_geo3k_vlm_sft": "--train-backend megatron and --multimodal-keys",
     "scripts_low_precision_run-kimi-k2-Thinking-int4": TO_INT4.format("DIR/Kimi-K2-Thinking"),
     "scripts_low_precision_run-moonlight-16B-A3B-int4": TO_INT4.format("DIR/Moonlight-16B-A3B-Instruct-INT4"),
     "scripts_low_precision_run-qwen3-235B-A22B-int4": TO_INT4.format("DIR/Qwen3-235B-A22B-INT4"),
@@ -166,6 +170,10 @@ def furnish(directory: Path, flags: list[str]) -> list[str]:
         for end in filter(model.name.endswith, QUANTIZED):
             config["quantization_config"] = QUANTIZED[end]
         model.mkdir()
+        if "-VL-" in model.name:
+            text = config | {"model_type": "qwen3_vl_text"}
+            config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": VISION}
+            (model / "preprocessor_config.json").write_text("{}")
         (model / "config.json").write_text(json.dumps(config))
         (model / "tokenizer.json").write_text(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
         template = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a", "chat_template": "{{ messages }}"}

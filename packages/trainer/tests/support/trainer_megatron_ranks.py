@@ -1,5 +1,6 @@
 """Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`; with `gated` at the end
-by test_trainer_megatron_gated, with `minimax` by test_trainer_megatron_minimax.
+by test_trainer_megatron_gated, with `minimax` by test_trainer_megatron_minimax, with `vision` by
+test_trainer_megatron_vision.
 
 MODELS: directory with the models `dense`, `tied` and `experts`. A case writes CASE.json and CASE.safetensors in DIR.
 """
@@ -15,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_processes import run_ranks
 from trainer_tiny import Runner, make_samples, make_settings, summarize
+from trainer_tiny_vision import make_image_samples
 
 from slime.trainer.batching.packing import pack
 from slime.trainer.batching.plan import Planner, assign
 from slime.trainer.process.collective import Ranks
 from slime.trainer.trainer import pick_device
+from slime.types import Sample
 
 TP, PP, CP, EP = (
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
@@ -102,19 +105,44 @@ MINIMAX_CASES: Cases = {
     },
     4: {"tensor-pipeline": ("one-key", {TP: 2, PP: 2, SP: True}, {})},
 }  # fmt: skip
-OF_OTHERS = {"gated": GATED_CASES, "minimax": MINIMAX_CASES}
+# With a Qwen3-VL of four layers, the first two of which see images; updates of its samples train on 1, 2 and no images.
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+VISION_CASES: Cases = {
+    1: {"alone": ("untied", {}, {}), "recompute": ("untied", FULL, {})},
+    2: {
+        "data-overlapped": ("untied", {"use_distributed_optimizer": True, "overlap_grad_reduce": True,
+                                       "overlap_param_gather": True}, {}),
+        "tensor": ("tied", {TP: 2}, {}),
+        "tensor-sequence": ("untied", {TP: 2, SP: True}, {"entropy_coef": 0.01}),
+        "tensor-recompute": ("tied", {TP: 2, SP: True, **FULL}, {"use_kl_loss": True, "kl_loss_coef": 0.1}),
+        "context": ("untied", {CP: 2}, {}),
+        "pipeline": ("tied", {PP: 2}, {}),
+        "pipeline-recompute": ("untied", {PP: 2, **FULL}, {}),
+    },
+    4: {
+        "tensor-pipeline": ("untied", {TP: 2, PP: 2, SP: True}, {}),
+        "tensor-context": ("untied", {TP: 2, CP: 2, SP: True}, {"data_pad_size_multiplier": 4}),
+    },
+}  # fmt: skip
+OF_OTHERS = {"gated": GATED_CASES, "minimax": MINIMAX_CASES, "vision": VISION_CASES}
+
+
+def samples_of(runner: Runner) -> list[Sample]:
+    if runner.backend.vision is not None:
+        return make_image_samples(runner.backend.vision.model_type)
+    return make_samples(groups=4, size=4, nuclei=runner.settings.samples_from_nuclei)
 
 
 def batch_of(runner: Runner) -> tuple[list[Any], list[Any]]:
     """This replica's micro-batches of the first update, and the positions in them."""
-    samples = make_samples(groups=4, size=4, nuclei=runner.settings.samples_from_nuclei)
+    samples = samples_of(runner)
     plan = Planner(runner.settings).plan(0, summarize(samples))
     backend = runner.backend
     share = assign(plan, 0, backend.replicas, runner.settings, backend.hidden_size, backend.micro_batch_multiple)
     return [
         pack([samples[p] for p in ps], ps, [plan["rewards"][p] for p in ps], [plan["weights"][p] for p in ps],
              share_prompts=backend.can_share_prompts, nuclei=runner.settings.samples_from_nuclei,
-             device=backend.device) if ps else None
+             vision=backend.vision, device=backend.device) if ps else None
         for ps in share[backend.replica]
     ], share[backend.replica]  # fmt: skip
 
@@ -195,7 +223,7 @@ def run(case: str, ranks: Ranks, directory: Path, models: Path, cases: Cases) ->
     metrics = numbers(runner)
     gradients = {name: tensor.clone() for name, tensor in runner.backend.named_gradients()}
     runner.backend.optimizer.zero_grad()
-    metrics["step"] = runner.run(0, make_samples(groups=4, size=4, nuclei=settings.samples_from_nuclei))
+    metrics["step"] = runner.run(0, samples_of(runner))
     weights = runner.weights()
     if ranks.rank == 0:
         (directory / f"{case}.json").write_text(json.dumps(metrics))

@@ -16,11 +16,12 @@ TOKENS = 4
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
+def write_vision_model(path: Path, kind: str, seed: int = 0, *, layers: int = 2, tied: bool = False) -> str:
+    """layers: of the language model."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     text: dict[str, Any] = dict(
-        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
         pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
@@ -53,6 +54,8 @@ def write_vision_model(path: Path, kind: str, seed: int = 0) -> str:
         own = dict(vision_config=sees, video_token_id=VOCAB - 1, vision_start_token_id=0, vision_end_token_id=0)
     else:
         own = dict(vision_config=sees | dict(model_type=f"{kind}_vision", patch_size=4), scale_factor=2, pad_token_id=0)
+    if tied:
+        own["tie_word_embeddings"] = True
     config = AutoConfig.for_model(kind, text_config=text, image_token_id=IMAGE, **own)
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(config).save_pretrained(path)

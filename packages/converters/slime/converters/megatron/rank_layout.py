@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.converters.families.mapping import Parameter
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, counted
+from slime.types.models.vision import vision_of
 from slime.types.setting_values import flag_name
 
 Args = Mapping[str, Any]
@@ -118,6 +119,27 @@ def check_parameters(args: Args, parameters: Iterable[Parameter]) -> None:
             raise InvalidSetting(
                 f"{flag_name(name)} {_size(args, name)}: {error}", field=flag_name(name), value=_size(args, name)
             ) from None
+
+
+def check_images(args: Args, config: Mapping[str, Any], sizes: Sizes, *, own_model: bool) -> None:
+    """Raises where a model whose first layers see images cannot be laid out as `args` say.
+
+    config: the object of config.json. own_model: whether --custom-model-provider-path makes the model.
+    """
+    kind, fed = config.get("model_type"), len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    if vision_of(config) is None or not fed:
+        return
+    if own_model:
+        raise NotAvailable.unavailable(
+            f"--custom-model-provider-path with a {kind}", "what reads images is built beside the family's own layers"
+        )
+    held = len(layers_of_stages(args, sizes)[0][0])
+    if held < fed:
+        raise InvalidSetting(
+            f"{flag_name(PIPELINE)} {sizes.pipeline}: the first pipeline stage has {counted(held, 'layer')}, and the "
+            f"first {counted(fed, 'layer')} of a {kind} see images: use {flag_name(FIRST)}, or fewer stages",
+            field=flag_name(PIPELINE), value=sizes.pipeline, expected=f"{fed} layers in the first stage",
+        )  # fmt: skip
 
 
 def sizes_of(args: Args, ranks: int) -> Sizes:

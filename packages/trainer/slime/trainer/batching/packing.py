@@ -107,8 +107,7 @@ def check_sample(
         raise InvalidField("rollout_log_probs", len(log_probs), f"response_length = {response} (sample {sample.index})")
     if vision is None and (sample.multimodal_inputs or sample.multimodal_train_inputs):
         raise NotAvailable(
-            f"the model reads text alone, and sample {sample.index} has images: --train-backend fsdp trains models "
-            "that read images",
+            f"the model reads text alone, and sample {sample.index} has images",
             field="multimodal_inputs",
         )
     if sample.multimodal_inputs and not sample.multimodal_train_inputs:

@@ -60,7 +60,9 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
             ("--critic-load", trainer.critic_load),
         ):
             _check_checkpoint(flag, directory, config, source, trainer.model_name)
-        rank_layout.sizes_of(model_args(config, values), _ranks(launcher))
+        args = model_args(config, values)
+        sizes = rank_layout.sizes_of(args, _ranks(launcher))
+        rank_layout.check_images(args, config, sizes, own_model=trainer.custom_model_provider_path is not None)
         _check_loss(trainer, values)
 
 

@@ -104,10 +104,6 @@ def check_run(args: Mapping[str, Any]) -> None:
         look(args["buffer_store"])
     if args["buffer_payloads"]:
         ObjectPayloads(args["buffer_payloads"])
-    if args["multimodal_keys"] and args["train_backend"] == "megatron" and not args["debug_rollout_only"]:
-        raise InvalidSetting.conflict(
-            "--train-backend megatron", "--multimodal-keys", "its models read text only; use --train-backend fsdp"
-        )
     _check_reward_key(args)
     _check_teacher(args)
     check_trackers(args)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from slime.converters.megatron.rank_layout import check_images, sizes_of
 from slime.trainer.algorithms.fused_log_probs import FusedLogProbs
 from slime.trainer.backends.base import (
     POLICY,
@@ -23,12 +25,13 @@ from slime.trainer.backends.base import (
     MaybeBatch,
     Outputs,
 )
+from slime.trainer.backends.megatron import vision
 from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.backends.megatron.model import aux_losses, parallel, routing
 from slime.trainer.backends.megatron.model.build import build_model, compile_layers
 from slime.trainer.backends.megatron.model.config import transformer_config, uses_transformer_engine
 from slime.trainer.backends.megatron.model.forward import Pipeline
-from slime.trainer.backends.megatron.model.head import adopted
+from slime.trainer.backends.megatron.model.head import PolicyModel, adopted
 from slime.trainer.backends.megatron.model.vocabulary import Scoring
 from slime.trainer.backends.megatron.optim.optimizer import Optimizer, distributed, freeze
 from slime.trainer.backends.megatron.weights import hf, initial
@@ -40,6 +43,7 @@ from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import WrongState
 from slime.types.models.experts import Experts
+from slime.types.models.vision import vision_of
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +75,10 @@ class MegatronBackend(Backend):
         self.args = dict(args)
         self.config = config
         self.hooks = hooks or Hooks()
+        self.vision = vision_of(config)
+        if self.vision is not None:
+            sizes = sizes_of(self.args, ranks.world_size)
+            check_images(self.args, config, sizes, own_model=self.hooks.model_provider is not None)
         self._initialize()
         dtype = torch.bfloat16 if settings.bf16 else torch.float32
         self.transformer = transformer_config(self.args, params_dtype=dtype)
@@ -79,10 +87,13 @@ class MegatronBackend(Backend):
         aux_losses.use_whole_rows(self.transformer)
         # Two virtual stages of a rank may talk to the same neighbour at once, and Megatron would mix up their shapes.
         self.transformer.variable_seq_lengths = self.transformer.virtual_pipeline_model_parallel_size is None
+        if self.vision is not None:
+            # The kernel knows one position of a token.
+            self.transformer.apply_rope_fusion = False
         chunks = self._build()
         for chunk in chunks:
             chunk.to(device)
-        wanted = settings.compile and not self.hooks.model_provider
+        wanted = settings.compile and not self.hooks.model_provider and self.vision is None
         budget = settings.activation_memory_budget
         compiler = compile_layers(chunks, self.args, self.transformer, budget) if wanted else None
         self.snapshots = Snapshots(chunks)
@@ -113,6 +124,7 @@ class MegatronBackend(Backend):
             self.chunks, self.transformer, scoring, device,
             row_multiple=settings.data_pad_size_multiplier, recompute=settings.recompute_loss_function,
             fused=FusedLogProbs(compiler.function) if compiler is not None else None, routing=replay,
+            image_token=self.vision.image_token if self.vision is not None else -1,
         )  # fmt: skip
         self.can_share_prompts = self._can_share_prompts()
         self._describe()
@@ -125,7 +137,8 @@ class MegatronBackend(Backend):
     def _build(self) -> list[torch.nn.Module]:
         """Builds this rank's chunks, with any weights."""
         provider = self.hooks.model_provider
-        return [adopted(chunk) for chunk in build_model(self.args, self.transformer, provider=provider)]
+        model = PolicyModel if self.vision is None else partial(vision.VisionModel, vision=self.config)
+        return [adopted(chunk) for chunk in build_model(self.args, self.transformer, provider=provider, model=model)]
 
     def _load(self, chunks: list[torch.nn.Module], weights_from: str | None) -> None:
         """Loads the weights that training begins with."""

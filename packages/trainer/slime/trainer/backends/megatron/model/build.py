@@ -36,11 +36,16 @@ log = logging.getLogger(__name__)
 
 
 def build_model(
-    args: Mapping[str, Any], config: TransformerConfig, *, provider: Provider | None = None
+    args: Mapping[str, Any],
+    config: TransformerConfig,
+    *,
+    provider: Provider | None = None,
+    model: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[torch.nn.Module]:
     """Builds the chunks of this rank, in the order of their virtual stages; `parallel.initialize` was called before.
 
     provider: `fn(pre_process=, post_process=[, vp_stage=])` -> model, in place of the GPTModel that `args` describe.
+    model: makes that of PolicyModel's arguments.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -51,7 +56,7 @@ def build_model(
             "vp_stage": stage if virtual else None,
         }
         if provider is None:
-            chunk: torch.nn.Module = _policy_model(args, config, **place)
+            chunk: torch.nn.Module = _policy_model(args, config, model, **place)
         else:
             if "vp_stage" not in inspect.signature(provider).parameters:
                 del place["vp_stage"]
@@ -63,7 +68,13 @@ def build_model(
 
 
 def _policy_model(
-    args: Mapping[str, Any], config: TransformerConfig, *, pre_process: bool, post_process: bool, vp_stage: int | None
+    args: Mapping[str, Any],
+    config: TransformerConfig,
+    model: Callable[..., PolicyModel],
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
 ) -> PolicyModel:
     engine = uses_transformer_engine(args)
     layers = block_spec(args, config, vp_stage)
@@ -80,7 +91,7 @@ def _policy_model(
     options.setdefault("share_embeddings_and_output_weights", True)
     # The one kind that every family here has.
     options["position_embedding_type"] = "rope"
-    return PolicyModel(
+    return model(
         config=config,
         transformer_layer_spec=layers,
         vocab_size=padded_vocab_size(args),

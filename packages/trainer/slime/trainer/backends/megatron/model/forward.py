@@ -44,14 +44,17 @@ class Pipeline:
         recompute: bool = False,
         fused: FusedLogProbs | None = None,
         routing: RoutingReplay | None = None,
+        image_token: int = -1,
     ) -> None:
         """row_multiple: a rank's tokens of a row are padded to a multiple of it; above 1, also of the tensor-parallel
         size.
 
         recompute: compute log-probs and entropies again in the backward pass, and keep none of their float32 logits.
         fused: computes them if a rank has the whole vocabulary, without chunks and without `recompute`.
+        image_token: its id, for a model that reads images.
         """
         self.chunks = chunks
+        self.image_token = image_token
         self.routing = routing
         self._layers = {id(chunk): of_chunk(chunk) for chunk in chunks}
         self.row_multiple = row_multiple
@@ -134,10 +137,13 @@ class Pipeline:
         rank, size = self._context.rank(), self._context.size()
         padded = self.config.sequence_parallel or self.row_multiple > 1
         multiple = self.row_multiple * (self._vocabulary.size() if padded else 1)
-        rows = [cut(batch, rank, size, multiple, self.device) for batch in batches]
+        cut_row = partial(
+            cut, rank=rank, size=size, multiple=multiple, device=self.device, image_token=self.image_token
+        )
+        rows = [cut_row(batch) for batch in batches]
         longest = max(row.tokens.shape[1] for row in rows)
         if not self.config.variable_seq_lengths:
-            rows = [cut(batch, rank, size, multiple, self.device, longest) for batch in batches]
+            rows = [cut_row(batch, length=longest) for batch in batches]
         work = list(zip(range(len(batches)), batches, rows, strict=True))
 
         def step(iterator: Iterator[tuple[int, MaybeBatch, RankRow]], chunk: torch.nn.Module) -> Any:

@@ -7,6 +7,7 @@ logits are those of chosen rows, and the loss of multi-token prediction joins th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,11 +45,13 @@ class PolicyModel(GPTModel):
     head: Head | None = None
     # [2] float32, in training: sum of multi-token-prediction losses, number of their tokens. None after a clear.
     prediction_sums: Tensor | None = None
+    # [channels of a head] where tokens of images have a position for each axis: that which rotates the channel.
+    rotary_axes: Sequence[int] = ()
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         hidden, freqs, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if freqs is not None and packed_seq_params is not None and not self.config.apply_rope_fusion:
-            freqs = rotary.of_row(freqs, packed_seq_params.cu_seqlens_q)
+            freqs = rotary.of_row(freqs, packed_seq_params.cu_seqlens_q, self.rotary_axes)
         return hidden, freqs, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -7,6 +7,7 @@ first layer (`of_row`), or in the first for latent attention, whose layers have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,21 +23,27 @@ def install() -> None:
     rope_utils._apply_rotary_pos_emb_thd = rotate
 
 
-def set_positions(limits: Tensor, positions: Tensor) -> None:
+def set_positions(limits: Tensor, positions: Tensor, grid: Tensor | None = None) -> None:
     """Has `rotate` find `positions`, [L] int64 of the tokens that this rank holds, with a row's `limits`, which every
-    layer hands on."""
+    layer hands on. grid: [3, L], where tokens of images have a position for each axis."""
     limits.slime_positions = positions  # type: ignore[attr-defined]
+    limits.slime_grid = grid  # type: ignore[attr-defined]
     limits.slime_turns = {}  # type: ignore[attr-defined]
 
 
-def of_row(freqs: Tensor, limits: Any) -> Tensor:
+def of_row(freqs: Tensor, limits: Any, axes: Sequence[int] = ()) -> Tensor:
     """Makes cosines and sines [2, L, 1, 1, r] float32 of freqs [longest sequence, 1, 1, r], for `rotate`.
 
-    A row that `set_positions` does not know keeps its freqs.
+    axes: [r] whose position each channel takes, where tokens have one for each axis. A row that `set_positions` does
+    not know keeps its freqs.
     """
     if not hasattr(limits, "slime_positions"):
         return freqs
-    angles = freqs[limits.slime_positions]
+    if limits.slime_grid is not None:
+        by_channel = limits.slime_grid[torch.tensor(axes, device=freqs.device)]
+        angles = freqs.flatten(1).gather(0, by_channel.T)[:, None, None]
+    else:
+        angles = freqs[limits.slime_positions]
     return torch.stack([angles.cos(), angles.sin()])
 
 

@@ -10,6 +10,7 @@ Sequences are padded at their ends, where causal attention hides the padding fro
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -21,6 +22,20 @@ from slime.trainer.backends.megatron.model.delta_nets import WholeRow
 from slime.trainer.backends.megatron.model.rotary import set_positions
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.batching.runs import Runs
+
+
+@dataclasses.dataclass(frozen=True)
+class RowImages:
+    """The images of a row, and where this rank holds their tokens; all of it is on the CPU.
+
+    arguments: of the vision tower, for all images of the row, which has `count` tokens of them. places: [j] int64 into
+    L, of the image tokens that are held here; numbers: [j] int64, which of `count` each is.
+    """
+
+    arguments: Mapping[str, Tensor]
+    count: int
+    places: Tensor
+    numbers: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +60,21 @@ class RankRow:
 
 
 def cut(
-    batch: PackedBatch | None, rank: int, size: int, multiple: int, device: torch.device, length: int | None = None
+    batch: PackedBatch | None,
+    rank: int,
+    size: int,
+    multiple: int,
+    device: torch.device,
+    length: int | None = None,
+    *,
+    image_token: int = -1,
 ) -> RankRow:
     """Cuts the part of `batch` for context parallel rank `rank` of `size`. A `batch` of None makes a row of one token
     that predicts nothing.
 
     multiple: L is a multiple of it, for sequence parallelism, or of twice it if `size` is above 1. length: L, where it
-    has to be longer than needed. A batch with prompts that several responses see requires a `size` of 1.
+    has to be longer than needed. image_token: its id, for a model that reads images. A batch with prompts that several
+    responses see requires a `size` of 1.
     """
     if batch is None:
         tokens = firsts = np.zeros(1, dtype=np.int64)
@@ -99,7 +122,7 @@ def cut(
 
     limits = to(np.concatenate([[0], ends]).astype(np.int32))
     held_positions = to(positions[held])
-    set_positions(limits, held_positions)
+    set_positions(limits, held_positions, _grid(batch, source[held], device))
     longest = int(padded.max())
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=limits, cu_seqlens_kv=limits,
@@ -112,6 +135,7 @@ def cut(
         runs = dataclasses.replace(runs, shared=batch.runs.shared)
     packing.slime_runs = runs  # type: ignore[attr-defined]
     packing.slime_whole = _whole(padded, ends, rank, size, device)  # type: ignore[attr-defined]
+    packing.slime_images = _images(batch, source[held], image_token)  # type: ignore[attr-defined]
     return RankRow(
         tokens=to(take(tokens, source[held]))[None],
         positions=held_positions[None],
@@ -131,6 +155,25 @@ def _whole(padded: np.ndarray, ends: np.ndarray, rank: int, size: int, device: t
     parts = [_held(ends, padded, other, size) for other in range(size)]
     order = np.argsort(np.concatenate(parts))
     return WholeRow(runs, torch.as_tensor(order).to(device), torch.as_tensor(parts[rank]).to(device))
+
+
+def _images(batch: PackedBatch | None, source: np.ndarray, image_token: int) -> RowImages | None:
+    if batch is None or not batch.images or batch.image_places is None:
+        return None
+    seen = ((batch.tokens[0] == image_token) & batch.image_places[0]).cpu().numpy()
+    number = np.where(seen, np.cumsum(seen) - 1, -1)
+    # Padding comes from nowhere.
+    held = np.where(source >= 0, number[source], -1)
+    places = np.flatnonzero(held >= 0)
+    return RowImages(batch.images, int(seen.sum()), torch.as_tensor(places), torch.as_tensor(held[places]))
+
+
+def _grid(batch: PackedBatch | None, source: np.ndarray, device: torch.device) -> Tensor | None:
+    """[3, L]; 0 for padding, which no token sees."""
+    if batch is None or batch.grid_positions is None:
+        return None
+    places = torch.as_tensor(source).to(device)
+    return torch.where(places < 0, 0, batch.grid_positions[:, 0][:, places.clamp(min=0)])
 
 
 def _experts(batch: PackedBatch | None, source: np.ndarray) -> Tensor | None:
