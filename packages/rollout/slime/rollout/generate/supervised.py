@@ -4,12 +4,14 @@
         --disable-compute-advantages-and-returns --input-key messages --n-samples-per-prompt 1
 
 A prompt is a list of chat messages that ends with an answer. It is tokenised with the model's chat template; loss is
-taken on what the assistant wrote (`loss_masks.py`, --loss-mask-type). Engines generate only for evaluations.
+taken on what the assistant wrote (`loss_masks.py`, --loss-mask-type). Images stand before the first answer. Engines
+generate only for evaluations.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generate.default import generate_rollout as generate_with_engines
@@ -19,6 +21,10 @@ from slime.rollout.prompts.encoder import unrendered
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.models.vision import images_id, images_of
+
+if TYPE_CHECKING:
+    from slime.rollout.prompts.media import Media
 
 FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -38,19 +44,23 @@ def generate_rollout(
             f"--rollout-function-path {FUNCTION}",
             "a conversation is one sample",
         )
-    tokenizer = state_of(args).tokenizer
-    masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
+    state = state_of(args)
+    masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type)
     groups: list[list[Sample]] = []
     while len(groups) < args.rollout_batch_size:
         groups += data_source.get_samples(args.rollout_batch_size - len(groups))
     for group in groups:
         for sample in group:
-            fill(sample, masks)
+            fill(sample, masks, state.prompts.media)
     return RolloutFnTrainOutput(samples=groups, metrics={})
 
 
-def fill(sample: Sample, masks: MultiTurnLossMaskGenerator) -> None:
-    """Sets tokens, mask and response of a sample from the conversation in its prompt."""
+def fill(sample: Sample, masks: MultiTurnLossMaskGenerator, media: Callable[[], Media]) -> None:
+    """Sets tokens, mask and response of a sample from the conversation in its prompt. media: makes the processor of
+    images, and is called if there are any.
+
+    Raises InvalidField for a prompt that is not a conversation, or that has images behind an answer.
+    """
     messages = unrendered(sample)
     where, column = f"sample {sample.index} (group {sample.group_index})", "--input-key names their column"
     said = messages if isinstance(messages, list) else ()
@@ -65,6 +75,17 @@ def fill(sample: Sample, masks: MultiTurnLossMaskGenerator) -> None:
     except InvalidField as error:
         message = f"{where}: {error.message}; {column}"
         raise InvalidField(error.field, error.value, error.expected, message) from error
+    if images := images_of(sample.multimodal_inputs):
+        seen = media()
+        places = [place for place, token in enumerate(tokens) if token == seen.image_token][: len(images)]
+        if places and 1 in mask[: places[-1]]:
+            raise InvalidField(
+                "prompt", "an image behind an answer", "images before the first answer",
+                f"{where}: an image behind an answer is not trained on; put the images of a conversation before its "
+                "first answer",
+            )  # fmt: skip
+        tokens, mask, sample.multimodal_train_inputs = seen.expand_masked(tokens, mask, images)
+        sample.multimodal_train_input_id = images_id(images)
     first = mask.index(1) if 1 in mask else len(mask) - 1
     sample.tokens, sample.loss_mask = tokens, mask[first:]
     sample.response_length = len(tokens) - first

@@ -80,6 +80,18 @@ class Media:
             expanded += of_image or [token]
         return expanded, places, self.vision.take(self.vision.join([inputs for _, inputs in processed]))
 
+    def expand_masked(
+        self, ids: Sequence[int], mask: Sequence[int], images: Sequence[bytes]
+    ) -> tuple[list[int], list[int], dict[str, np.ndarray]]:
+        """Returns what `expand` does, with the mask of the expanded ids in place of the positions: 0 for images."""
+        expanded, _, inputs = self.expand(ids, images)
+        left = iter(images)
+        spread: list[int] = []
+        for token, trained in zip(ids, mask, strict=True):
+            image = next(left, None) if token == self.image_token else None
+            spread += [trained] if image is None else [0] * len(self._one(image)[0])
+        return expanded, spread, inputs
+
     def _process(self, text: str, images: Sequence[bytes], count: int) -> tuple[list[int], dict[str, np.ndarray]]:
         if count != len(images):
             raise _wrong_number(len(images), count)

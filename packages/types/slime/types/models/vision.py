@@ -123,8 +123,8 @@ def require_vision(directory: str, flag: str) -> Vision:
 
 @contextlib.contextmanager
 def fed_to_layers(model: Any, places: Any, features: Sequence[Any]) -> Iterator[None]:
-    """Within it, the language model of transformers' `model` adds features to the outputs of its first layers, as
-    Qwen3-VL does.
+    """Makes the language model of transformers' `model` add features to the outputs of its first layers, as Qwen3-VL
+    does, until it is left.
 
     places: [B, T] bool, the image tokens; features: for each of those layers [image tokens, hidden]; none for other
     families.

@@ -44,7 +44,7 @@ def _decoded(value: Any, field: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbeddedPrompts:
     """Prompts as the language model takes them in. embedded: [U, P, hidden]; places: [U, P] bool, the image tokens;
     in_layers: what each of the first layers adds at these places, [image tokens, hidden], in families that do so."""
 
@@ -53,7 +53,7 @@ class Embedded:
     in_layers: list[torch.Tensor]
 
 
-def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> Embedded:
+def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequence[Response]) -> EmbeddedPrompts:
     """Embeds left-padded prompts, with image features at the image tokens.
 
     ids_UP: int64. Tokens of the same id that the model generated keep their text embedding. Raises InvalidField if the
@@ -71,7 +71,7 @@ def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequ
     if len(seen) != int(places.sum()):
         raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model makes of them")
     in_layers = [torch.cat(list(of_layer)) for of_layer in getattr(features, "deepstack_features", None) or ()]
-    return Embedded(embedded.masked_scatter(places[..., None], seen.to(embedded.dtype)), places, in_layers)
+    return EmbeddedPrompts(embedded.masked_scatter(places[..., None], seen.to(embedded.dtype)), places, in_layers)
 
 
 def grid_positions(
