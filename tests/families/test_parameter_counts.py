@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -61,4 +62,25 @@ def test_each_rank_of_megatron_has_as_many_as_planned(models: Path) -> None:
 def test_every_family_is_among_those_compared(models: Path) -> None:
     from slime.converters.families import FAMILIES
 
-    assert {find_family(read_config(models / name)).name for name in NAMES} == {family.name for family in FAMILIES}
+    compared = {find_family(read_config(models / name)).name for name in NAMES}
+    # The trainer's test_trainer_megatron_vision compares it, and the test below counts it.
+    assert compared | {"Qwen3-VL"} == {family.name for family in FAMILIES}
+
+
+def test_what_reads_images_is_on_the_first_stage(tmp_path: Path) -> None:
+    from transformers import Qwen3VLConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    text = {**sizes, "num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    sees = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    sees |= {"num_position_embeddings": 9, "patch_size": 4, "deepstack_visual_indexes": [0, 1]}
+    Qwen3VLConfig(text_config=text, vision_config=sees).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert whole_model(config) == by_transformers(tmp_path)
+    shapes = {p.name: math.prod(p.shape) for p in find_family(config).parameters(config)}
+    seeing = sum(size for name, size in shapes.items() if name.startswith("visual."))
+    layer = sum(size for name, size in shapes.items() if name.startswith("decoder.layers.0."))
+    args = arguments(text | config, "alone", ahead=False) | {"pipeline_model_parallel_size": 2}
+    first, last = of_stages(config, args, sizes_of(args, 2))
+    assert first.total == seeing + 2 * layer + 128 * 32
+    assert last.total == 2 * layer + 32 + 128 * 32

@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-Z1": ("glm4-9B", {}),
     "DeepSeek-R1": ("deepseek-v3", {}),
 }
-# Of Qwen3-VL-8B.
+# The vision_config of Qwen3-VL-8B.
 VISION = {
     "model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
     "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 4096,

@@ -27,7 +27,7 @@ from slime.trainer.backends.megatron.model.head import PolicyModel
 from slime.trainer.backends.megatron.model.row import RowImages
 from slime.types.errors import InvalidField
 
-# Of transformers' Qwen3VLTextRotaryEmbedding.
+# The default of transformers' Qwen3VLTextRotaryEmbedding.
 _MROPE_SECTION = (24, 20, 20)
 
 
@@ -68,7 +68,7 @@ class VisionTower(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class _Fed:
-    """What layers add to their outputs. places: [M] int64 into S; features: for each layer [M, hidden]."""
+    """Features that layers add to their outputs. places: [M] int64 into S; features: for each layer [M, hidden]."""
 
     places: Tensor
     features: Sequence[Tensor]
