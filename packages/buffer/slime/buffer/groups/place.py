@@ -24,7 +24,6 @@ from typing import Any
 
 from slime.buffer.groups.prompts import TRAIN, Prompts
 from slime.buffer.groups.samples import encoded_samples
-from slime.buffer.maintenance.strays import RESTORING
 from slime.buffer.store.base import Group, Payloads, State, Store
 from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile
 
@@ -34,6 +33,8 @@ NUMBERS = ("next_group_index", "next_sample_index")
 # Groups to generate again; they keep the samples that were returned unfinished.
 UNFINISHED = (State.READY, State.LEASED)
 OVER = (State.REJECTED, State.QUARANTINED, State.COMMITTED)
+# In the store: groups below this index are being restored, with their samples.
+RESTORING = "restoring"
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 
+from slime.buffer.groups.place import RESTORING
 from slime.buffer.store.base import Payloads, Store
 from slime.buffer.store.blobs import group_of
 from slime.types.errors import InvalidFile, counted
 
 log = logging.getLogger(__name__)
-
-# In the store: groups below this index are being restored from a place in the data, with their samples.
-RESTORING = "restoring"
 
 
 def find_strays(store: Store, payloads: Payloads) -> tuple[set[str], set[str]]:
