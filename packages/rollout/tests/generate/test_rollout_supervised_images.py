@@ -34,6 +34,7 @@ def test_images_of_a_conversation_become_tokens_and_pixels_in_front_of_its_answe
     prompt = media.prompt("<image><image>which", [SQUARE, WIDE])
     first = len(sample.tokens) - sample.response_length
     assert list(sample.tokens[: len(prompt.tokens)]) == prompt.tokens.tolist() and first >= len(prompt.tokens)
+    # The tiny template opens an answer with a character that the answer itself lacks, so its first one counts as that.
     assert sample.loss_mask == [1] * sample.response_length and sample.response == "ed"
     assert sample.multimodal_train_inputs is not None
     for name, array in prompt.train_inputs.items():
@@ -46,3 +47,9 @@ def test_images_behind_an_answer_are_refused(media: Media) -> None:
     masks = MultiTurnLossMaskGenerator(media.processor.tokenizer, "qwen")
     with pytest.raises(InvalidField, match="sample 3 .*an image behind an answer is not trained on"):
         fill(sample, masks, lambda: media)
+
+
+def test_images_without_what_processes_them_are_refused(media: Media) -> None:
+    masks = MultiTurnLossMaskGenerator(media.processor.tokenizer, "qwen")
+    with pytest.raises(InvalidField, match="multimodal_inputs: got 1 image, expected none where .media"):
+        fill(conversation([{"type": "image"}], "red", images=[SQUARE]), masks)

@@ -20,7 +20,7 @@ from slime.rollout.generate.state import state_of
 from slime.rollout.prompts.encoder import unrendered
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.types import Sample
-from slime.types.errors import InvalidField, InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, counted
 from slime.types.models.vision import images_id, images_of
 
 if TYPE_CHECKING:
@@ -55,11 +55,12 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=groups, metrics={})
 
 
-def fill(sample: Sample, masks: MultiTurnLossMaskGenerator, media: Callable[[], Media]) -> None:
+def fill(sample: Sample, masks: MultiTurnLossMaskGenerator, media: Callable[[], Media] | None = None) -> None:
     """Sets tokens, mask and response of a sample from the conversation in its prompt. media: makes the processor of
     images, and is called if there are any.
 
-    Raises InvalidField for a prompt that is not a conversation, or that has images behind an answer.
+    Raises InvalidField for a prompt that is not a conversation, that has images behind an answer, or images without
+    `media`.
     """
     messages = unrendered(sample)
     where, column = f"sample {sample.index} (group {sample.group_index})", "--input-key names their column"
@@ -76,6 +77,8 @@ def fill(sample: Sample, masks: MultiTurnLossMaskGenerator, media: Callable[[], 
         message = f"{where}: {error.message}; {column}"
         raise InvalidField(error.field, error.value, error.expected, message) from error
     if images := images_of(sample.multimodal_inputs):
+        if media is None:
+            raise InvalidField("multimodal_inputs", counted(len(images), "image"), "none where `media` is not given")
         seen = media()
         places = [place for place, token in enumerate(tokens) if token == seen.image_token][: len(images)]
         if places and 1 in mask[: places[-1]]:
