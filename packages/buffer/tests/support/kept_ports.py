@@ -6,7 +6,8 @@ import random
 import socket
 from pathlib import Path
 
-LOWEST = 10_000
+# Above those of Ray's workers, 10002 to 19999.
+LOWEST = 20_000
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 

@@ -333,7 +333,7 @@ def test_a_browser_that_leaves_prints_nothing_on_the_terminal(
             failed.set()
 
     server.answer = answer
-    handler, log = Handler(), logging.getLogger("slime.launcher.show.server")
+    handler, log = Handler(), logging.getLogger("slime.launcher.platform.http_server")
     log.addHandler(handler)
     try:
         with caplog.at_level(logging.DEBUG, logger=log.name):
