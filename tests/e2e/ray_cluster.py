@@ -155,6 +155,7 @@ class RayCluster:
             if node.process.poll() is None:
                 for process in psutil.Process(node.process.pid).children(recursive=True):
                     words = command_line(process)
-                    if "ServiceActor" in words or "slime" in words:
+                    # The command of Ray's dashboard has sys.path, in which an editable installation is named.
+                    if ("ServiceActor" in words or "slime" in words) and "ray.dashboard" not in words:
                         found.append(process)
         return found
