@@ -281,6 +281,6 @@ def test_a_model_name_picks_the_family(tmp_path: Path) -> None:
     assert read_model_config(tmp_path, "qwen3")["model_type"] == "qwen3"
     assert read_model_config(tmp_path, "Qwen3-4B")["model_type"] == "qwen3"
     for name, near in (("gpt2", ""), ("", ""), ("qwen9", "; did you mean qwen2?"), ("lama", "; did you mean llama?")):
-        said = rf"^--model-name must be one of deepseek_v3, glm4, .*, qwen3_next, got '{name}'{re.escape(near)}$"
+        said = rf"^--model-name must be one of deepseek_v3, glm4, .*, qwen3_vl, got '{name}'{re.escape(near)}$"
         with pytest.raises(InvalidSetting, match=said):
             read_model_config(tmp_path, name)
