@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.rollout.recordings.__main__ import main
+from slime.rollout.recordings.paths import check_template, path_of
 from slime.rollout.recordings.rollouts import (
-    check_template,
     group_samples,
     head_and_tail,
-    path_of,
     read_rollout,
     record_evaluation,
     record_rollout,

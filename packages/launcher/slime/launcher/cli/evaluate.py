@@ -227,7 +227,8 @@ def _run(words: list[str], config: RunConfig, output: Path, inherited: Collectio
 
 def collect(output: Path, config: Any) -> list[dict[str, Any]]:
     """Turns the recording of the evaluation into rows, and writes them."""
-    from slime.rollout.recordings.rollouts import path_of, read_rollout
+    from slime.rollout.recordings.paths import path_of
+    from slime.rollout.recordings.rollouts import read_rollout
 
     recorded = path_of(str(output / RECORDED), 0, evaluation=True)
     rollout = config.rollout

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
+from slime.rollout.recordings.paths import path_of
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.rollout.settings.served_models import trained_server_args
 from slime.trainer.algorithms.estimators import find_estimator
@@ -331,9 +332,6 @@ def _one_file_for_all(config: RunConfig) -> Iterator[str]:
         template = config.flat[name]
         if template and "{rollout_id" not in template:
             if name == "save_debug_rollout_data" and config.evaluates:
-                # This imports messages, which `--help` should not wait for.
-                from slime.rollout.recordings.rollouts import path_of
-
                 meaning += f", and each evaluation {path_of(template, 0, evaluation=True)}"
             yield f"{as_typed(name, template)} has no {{rollout_id}}: {meaning}"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.launcher.run_directory import checkpoints
+from slime.rollout.recordings.paths import MAGIC, path_of
+from slime.trainer.settings.debug import TRAIN_DATA_FORMAT
 from slime.types.directories import check_replaceable, path_errors
 from slime.types.errors import InvalidSetting
 from slime.types.files import check_file_place, check_own_file
@@ -26,8 +28,8 @@ DIRECTORIES = (
 KEPT = ("load", "ref_load", "opd_teacher_load", "critic_load", "hf_checkpoint", "save")
 # Settings that name a file for each iteration, or one for all -> (what is near the beginning of the file, its kind).
 DUMPS = {
-    "save_debug_rollout_data": (b"slime rollout 1\n", "recorded rollout"),
-    "save_debug_train_data": (b"slime-train-data-1", "file of training data"),
+    "save_debug_rollout_data": (MAGIC, "recorded rollout"),
+    "save_debug_train_data": (TRAIN_DATA_FORMAT.encode(), "file of training data"),
 }
 
 
@@ -93,9 +95,10 @@ def dumps(args: Mapping[str, Any], name: str) -> list[Path]:
     template = args.get(name)
     if not template or not _is_one_file(template):
         return matches(template)
-    path = Path(template)
-    evaluation = path.with_name(f"eval_{path.name}") if name == "save_debug_rollout_data" else path
-    return [each for each in dict.fromkeys((path, evaluation)) if os.path.lexists(each)]
+    paths = [Path(template)]
+    if name == "save_debug_rollout_data":
+        paths.append(path_of(template, 0, evaluation=True))
+    return [each for each in paths if os.path.lexists(each)]
 
 
 def _is_one_file(template: str) -> bool:

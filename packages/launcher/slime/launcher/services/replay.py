@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.prompts.encoder import unrendered
-from slime.rollout.recordings.rollouts import head_and_tail, path_of, read_rollout
+from slime.rollout.recordings.paths import path_of
+from slime.rollout.recordings.rollouts import head_and_tail, read_rollout
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import SampleGroup
 from slime.types.clients import BufferClient

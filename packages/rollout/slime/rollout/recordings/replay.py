@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.rollout.calls.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generate.default import generate_rollout as generate_with_engines
-from slime.rollout.recordings.rollouts import path_of, read_rollout
+from slime.rollout.recordings.paths import path_of
+from slime.rollout.recordings.rollouts import read_rollout
 from slime.types import Sample
 from slime.types.errors import InvalidFile, counted
 

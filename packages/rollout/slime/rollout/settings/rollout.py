@@ -281,7 +281,7 @@ class RolloutSettings(
 
         self.eval_overrides = check_overrides(self.eval_overrides)
         if self.save_debug_rollout_data is not None:
-            from slime.rollout.recordings.rollouts import check_template
+            from slime.rollout.recordings.paths import check_template
 
             check_template("--save-debug-rollout-data", self.save_debug_rollout_data)
         self._check_functions()

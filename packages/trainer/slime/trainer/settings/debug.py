@@ -9,6 +9,8 @@ from slime.types.errors import InvalidSetting
 from slime.types.setting_values import flag_name
 from slime.types.settings import setting, spelled
 
+# Near the beginning of a file of --save-debug-train-data.
+TRAIN_DATA_FORMAT = "slime-train-data-1"
 PROFILE_TARGETS = ("train_overall", "train_actor", "train_log_probs")
 
 

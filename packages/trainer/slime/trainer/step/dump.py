@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.trainer.settings.debug import TRAIN_DATA_FORMAT
 from slime.types.directories import path_errors
 from slime.types.files import whole_file
 
 if TYPE_CHECKING:
     from slime.trainer.step.targets import Work
-
-FORMAT = "slime-train-data-1"
 
 
 def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]) -> None:
@@ -64,7 +63,7 @@ def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]
                 if values is not None:
                     parts.setdefault(name, []).append(values.detach().cpu())
     path = Path(template.format(rollout_id=rollout, rank=rank))
-    metadata = {"format": FORMAT, "rollout_id": str(rollout), "rank": str(rank)}
+    metadata = {"format": TRAIN_DATA_FORMAT, "rollout_id": str(rollout), "rank": str(rank)}
     with path_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, "wb") as file:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.launcher.config.catalogue import as_typed
+from slime.rollout.recordings.paths import check_template as check_recording_path
+from slime.rollout.recordings.paths import path_of
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
 from slime.trainer.settings.debug import check_template as check_train_data
 from slime.types.errors import InvalidSetting
@@ -109,9 +111,7 @@ def _check_replay(args: Mapping[str, Any]) -> None:
         )
     if args["save_debug_rollout_data"]:
         raise _conflict(args, "save_debug_rollout_data", "debug_train_only", "nothing is generated")
-    from slime.rollout.recordings.rollouts import check_template
-
-    check_template("--load-debug-rollout-data", args["load_debug_rollout_data"])
+    check_recording_path("--load-debug-rollout-data", args["load_debug_rollout_data"])
 
 
 def check_recordings(args: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def check_recordings(args: Mapping[str, Any]) -> None:
     template, first = args["load_debug_rollout_data"], args["start_rollout_id"]
     if template is None or (first is None and args["load"] is not None):
         return
-    from slime.rollout.recordings.rollouts import check_beginning, path_of
+    from slime.rollout.recordings.rollouts import check_beginning
 
     check_beginning(path_of(template, first or 0), "--load-debug-rollout-data")
 
