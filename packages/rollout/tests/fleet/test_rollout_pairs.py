@@ -27,6 +27,7 @@ from rollout_pairs import (
 )  # fmt: skip
 from sglang_recording import HOLD, HOLD_PREFILL
 
+from slime.rollout.engines import pairs
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.engines.keys import engine_headers
 from slime.rollout.fleet.engine_weights import EngineWeights
@@ -82,6 +83,21 @@ def test_plug_ins_reach_pairs_through_the_router(fleet: Fleet) -> None:
     # By these ids a request is ended at one engine when the other fails.
     first, second = ([body["rid"] for name in names for body in bodies(fleet, name)] for names in PARTS)
     assert sorted(map(len, first)) == [2, 32] and sorted(map(str, first)) == sorted(map(str, second))
+
+
+def test_a_session_keeps_the_engine_that_does_its_prefill(fleet: Fleet) -> None:
+    async def turns() -> None:
+        await ask(fleet, [5, 6], rid="first", session_id="s")
+        busy = asyncio.create_task(ask(fleet, [HOLD_PREFILL, 5], rid="held"))
+        await in_pair(fleet)
+        # The same engine, although it is the busy one; a request without a session gets the other.
+        await ask(fleet, [5, 6, 7], rid="second", session_id="s")
+        await ask(fleet, [5, 6], rid="third")
+        await aborted(fleet, busy, ["held-0"])
+
+    done(turns())
+    did = {name: {rid for body in bodies(fleet, name) for rid in body["rid"]} for name in PARTS[0]}
+    assert did == {"p0": {"first-0", "held-0", "second-0"}, "p1": {"third-0"}}
 
 
 @pytest.mark.parametrize("held", [HOLD, HOLD_PREFILL])
@@ -202,8 +218,12 @@ def test_what_an_engine_refuses_is_refused(fleet: Fleet) -> None:
     assert fleet.router.in_flight == 0
 
 
-def test_what_only_the_engine_that_decodes_refuses_is_refused_at_once(fleet: Fleet) -> None:
+def test_what_only_the_engine_that_decodes_refuses_is_refused_at_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one has done its part, and waits to hand it over."""
+    # A wait for the other engine's error would outlast this test.
+    monkeypatch.setattr(pairs, "BLAME_SECONDS", 600.0)
     prompt, words = [5] * (LONGEST + 1), "is longer than the model's context length"
 
     async def refused() -> tuple[int, str]:
