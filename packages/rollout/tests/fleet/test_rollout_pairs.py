@@ -90,7 +90,7 @@ def test_a_session_keeps_the_engine_that_does_its_prefill(fleet: Fleet) -> None:
         await ask(fleet, [5, 6], rid="first", session_id="s")
         busy = asyncio.create_task(ask(fleet, [HOLD_PREFILL, 5], rid="held"))
         await in_pair(fleet)
-        # The same engine, although it is the busy one; a request without a session gets the other.
+        # It is the busy one; a request without a session gets the other.
         await ask(fleet, [5, 6, 7], rid="second", session_id="s")
         await ask(fleet, [5, 6], rid="third")
         await aborted(fleet, busy, ["held-0"])
