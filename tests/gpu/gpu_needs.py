@@ -93,10 +93,11 @@ def make_samples(step: int, vocab_size: int, **fields: Any) -> list[Sample]:
 
 
 def train_on_words(directory: Path, model: str, words: int, *switches: str, **flags: Any) -> list[dict[str, Any]]:
-    """Trains a model with `write_words` by `slime train`, on a GPU shared with SGLang: three iterations with random
-    rewards, every weight update checked. Returns the metrics of each iteration.
+    """Trains a model with `write_words` by `slime train` and SGLang: three iterations with random rewards, and every
+    update of weights is checked. Returns the metrics of each iteration.
 
-    switches, flags: of `slime train`, by their settings' names; flags replace those below.
+    switches, flags: of `slime train`, by their settings' names; flags replace those below. The trainer shares its GPU
+    with the engine unless `rollout_num_gpus` is among them.
     """
     prompts, run = directory / "prompts.jsonl", directory / "run"
     random = np.random.default_rng(1)
@@ -109,8 +110,10 @@ def train_on_words(directory: Path, model: str, words: int, *switches: str, **fl
         "max_tokens_per_gpu": 4096, "sglang_mem_fraction_static": 0.3, "sglang_attention_backend": ATTENTION,
         "sglang_max_total_tokens": 65536,
     } | flags  # fmt: skip
-    names = ("use_dynamic_batch_size", "colocate", "check_weight_update_equal", *switches)
-    typed = [word for name, value in values.items() if value is not None for word in (_flag(name), str(value))]
+    shares = () if "rollout_num_gpus" in flags else ("colocate",)
+    names = ("use_dynamic_batch_size", "check_weight_update_equal", *shares, *switches)
+    given = {name: value if isinstance(value, list) else [value] for name, value in values.items() if value is not None}
+    typed = [word for name, words in given.items() for word in (_flag(name), *map(str, words))]
     command = [sys.executable, "-m", "slime.launcher.cli", "train", *typed, *map(_flag, names)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run / "logs").glob("*.log")))

@@ -2,13 +2,12 @@
 
     pytest tests/gpu/test_images.py
 
-The model is a random Qwen2.5-VL of two layers, made on the spot. SLIME_TEST_ATTENTION, SLIME_TEST_MM_ATTENTION: see
+The models, a Qwen2.5-VL and a Qwen3-VL, are random, of two layers. SLIME_TEST_ATTENTION, SLIME_TEST_MM_ATTENTION: see
 `--sglang-attention-backend`, `--sglang-mm-attention-backend`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
@@ -28,7 +27,6 @@ from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 from slime.rollout.prompts.media import Media
-from slime.types import Sample
 
 NUM_GPUS = 1
 
@@ -48,38 +46,50 @@ TEMPLATE = (
 BOUND = 0.1
 
 
-def write_model(directory: Path) -> Path:
+# Spreads rewards over several values even for the bytes of an untrained model.
+GRADES = """async def reward(args, sample, **kwargs):
+    return sum(ord(character) for character in sample.response) % 7 / 7
+"""
+# Pixels of an image token's side.
+SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32}
+
+
+def write_model(directory: Path, family: str) -> Path:
     """In bfloat16, with heads of 64 for every kernel, and weights so large that other images are other log-probs."""
     import torch
+    import transformers
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2Tokenizer,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
 
     # A token is a byte.
     vocabulary = {name: i for i, name in enumerate([*sorted(ByteLevel.alphabet()), *SPECIAL])}
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = transformers.Qwen2Tokenizer(
         vocab=vocabulary, merges=[], unk_token="<|endoftext|>", pad_token="<|endoftext|>", eos_token="<|im_end|>",
         bos_token=None, additional_special_tokens=list(SPECIAL), chat_template=TEMPLATE,
     )  # fmt: skip
-    processor = Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE
-    )  # fmt: skip
-    processor.save_pretrained(directory)
-    config = Qwen2_5_VLConfig(
-        vision_config=dict(
-            depth=2, hidden_size=128, intermediate_size=256, num_heads=2, out_hidden_size=256, window_size=56,
-            fullatt_block_indexes=[1], initializer_range=0.1,
-        ),
+    sees = dict(
+        depth=2, hidden_size=128, intermediate_size=256, num_heads=2, out_hidden_size=256, initializer_range=0.1
+    )
+    image: dict[str, Any] = {}
+    positions: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
+    if family == "qwen2_5_vl":
+        name, videos = "Qwen2_5_VL", "Qwen2VLVideoProcessor"
+        sees |= dict(window_size=56, fullatt_block_indexes=[1])
+    else:
+        name, videos = "Qwen3VL", "Qwen3VLVideoProcessor"
+        # Its positions are interpolated, and both layers of the language model see images too.
+        sees |= dict(num_position_embeddings=9, deepstack_visual_indexes=[0, 1])
+        image = {"patch_size": 16, "min_pixels": 64 * 64}
+        # SGLang goes by this, transformers by the family.
+        positions |= {"mrope_interleaved": True}
+    getattr(transformers, f"{name}Processor")(
+        transformers.Qwen2VLImageProcessor(**image), tokenizer, getattr(transformers, videos)(), chat_template=TEMPLATE
+    ).save_pretrained(directory)
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=sees,
         text_config=dict(
             vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1,
+            rope_parameters=positions,
             pad_token_id=vocabulary["<|endoftext|>"], eos_token_id=vocabulary["<|im_end|>"], bos_token_id=None,
         ),
         tie_word_embeddings=False,
@@ -89,31 +99,36 @@ def write_model(directory: Path) -> Path:
         )},
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).to(torch.bfloat16).save_pretrained(directory)
     return directory
 
 
-def picture(seed: int, size: tuple[int, int] = (56, 56)) -> bytes:
-    """A PNG of noise, of a size that no processor changes."""
+def picture(seed: int, side: int, columns: int = 2) -> bytes:
+    """A PNG of noise, of two rows and so many columns of tokens: a size that no processor changes."""
     import PIL.Image
 
     file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (2 * side, columns * side, 3), np.uint8)
     PIL.Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
-FIRST, SECOND, WIDE = picture(1), picture(2), picture(3, (112, 56))
-CASES: list[tuple[str, list[bytes]]] = [
-    (f"<|im_start|>which{IMAGE}?", [FIRST]),
-    (f"<|im_start|>{IMAGE}or{IMAGE}?", [WIDE, SECOND]),
+# Text, and seed and columns of each image.
+CASES: list[tuple[str, list[tuple[int, int]]]] = [
+    (f"<|im_start|>which{IMAGE}?", [(1, 2)]),
+    (f"<|im_start|>{IMAGE}or{IMAGE}?", [(3, 4), (2, 2)]),
     ("<|im_start|>no image", []),
 ]
 
 
+@pytest.fixture(scope="module", params=SIDES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("images") / "model")
+def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("images") / "model", family)
 
 
 @pytest.fixture(scope="module")
@@ -146,17 +161,25 @@ def log_probs(model: Any, media: Media, text: str, images: list[bytes], output: 
 
     if not images:
         ids = torch.tensor([[*media.processor.tokenizer.encode(text, add_special_tokens=False), *output]])
-        embedded, positions = model.get_input_embeddings()(ids), None
+        inside: dict[str, Any] = {"inputs_embeds": model.get_input_embeddings()(ids)}
     else:
         prompt = media.prompt(text, images)
         ids = torch.tensor([[*prompt.tokens.tolist(), *output]])
         shown = ids == media.image_token
         shown[:, len(prompt.tokens) :] = False
         inputs = {name: torch.from_numpy(array) for name, array in media.vision.join([prompt.train_inputs]).items()}
-        seen = torch.cat(list(model.get_image_features(**inputs).pooler_output))
-        embedded = model.get_input_embeddings()(ids).masked_scatter(shown[..., None], seen)
+        found = model.get_image_features(**inputs)
+        embedded = model.get_input_embeddings()(ids).masked_scatter(
+            shown[..., None], torch.cat(list(found.pooler_output))
+        )
         positions, _ = model.model.get_rope_index(ids, shown.int(), image_grid_thw=inputs["image_grid_thw"])
-    logits = model(inputs_embeds=embedded, position_ids=positions).logits[0, -len(output) - 1 : -1]
+        inside = {"inputs_embeds": embedded, "position_ids": positions}
+        if "deepstack_features" in found:
+            # Some versions of transformers split them by image.
+            deep = [torch.cat(f) if isinstance(f, tuple) else f for f in found.deepstack_features]
+            inside |= {"visual_pos_masks": shown, "deepstack_visual_embeds": deep}
+    hidden = model.model.language_model(**inside).last_hidden_state
+    logits = model.lm_head(hidden)[0, -len(output) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].detach().numpy()
 
 
@@ -179,18 +202,22 @@ def asked(media: Media, text: str, images: list[bytes]) -> tuple[list[int], list
     return prompt.placeholders, prompt.images
 
 
+@pytest.fixture(scope="module")
+def cases(family: str) -> list[tuple[str, list[bytes]]]:
+    return [(text, [picture(seed, SIDES[family], columns) for seed, columns in images]) for text, images in CASES]
+
+
 def test_an_engine_has_the_log_probs_of_transformers_for_prompts_with_images(
-    engine: EngineProcess, media: Media, model: Any
+    family: str, engine: EngineProcess, media: Media, model: Any, cases: list[tuple[str, list[bytes]]]
 ) -> None:
-    answers = generate(engine, media, [asked(media, *case) for case in CASES])
-    for (text, images), answer in zip(CASES, answers, strict=True):
+    answers = generate(engine, media, [asked(media, *case) for case in cases])
+    for (text, images), answer, (_, made) in zip(cases, answers, CASES, strict=True):
         wanted = len(media.prompt(text, images).tokens) if images else len(asked(media, text, [])[0])
         assert answer["meta_info"]["prompt_tokens"] == wanted, (text, answer["meta_info"])
         given = np.array([value for value, _, _ in answer["meta_info"]["output_token_logprobs"]])
         output = [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
         right = np.abs(given - log_probs(model, media, text, images, output)).mean()
-        others = {"other images": [picture(9 + i, (112, 56) if image == WIDE else (56, 56)) for i, image in
-                                   enumerate(images)]}  # fmt: skip
+        others = {"other images": [picture(9 + i, SIDES[family], columns) for i, (_, columns) in enumerate(made)]}
         if len(images) > 1:
             others["images the other way round"] = images[::-1]
         wrong = {
@@ -203,8 +230,10 @@ def test_an_engine_has_the_log_probs_of_transformers_for_prompts_with_images(
         assert all(value > 2 * BOUND for value in wrong.values()), (text, right, wrong)
 
 
-def test_a_response_taken_up_again_keeps_its_tokens(engine: EngineProcess, media: Media, model: Any) -> None:
-    text, images = CASES[0]
+def test_a_response_taken_up_again_keeps_its_tokens(
+    engine: EngineProcess, media: Media, model: Any, cases: list[tuple[str, list[bytes]]]
+) -> None:
+    text, images = cases[0]
     ids, data = asked(media, text, images)
     # Bytes that are not text: decoded and tokenized again, they would give other and more tokens.
     begun = [media.processor.tokenizer.convert_tokens_to_ids(name) for name in ("Ã", "Ã", "ł", "a")]
@@ -216,20 +245,26 @@ def test_a_response_taken_up_again_keeps_its_tokens(engine: EngineProcess, media
     assert np.abs(given - wanted).mean() < BOUND, (given, wanted)
 
 
-def test_a_colocated_run_trains_on_what_its_engine_saw(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_colocated_run_trains_on_what_its_engine_saw(
+    family: str, backend: str, directory: Path, tmp_path: Path
+) -> None:
+    if (family, backend) == ("qwen2_5_vl", "megatron"):
+        pytest.skip("Megatron has no Qwen2.5-VL")
     rows = [
         {"prompt": "which<image>?", "images": ["first.png"], "label": "a"},
         {"prompt": "<image>or<image>?", "images": ["wide.png", "second.png"], "label": "e"},
         {"prompt": [{"role": "user", "content": "no image"}], "label": "i"},
         {"prompt": [{"role": "user", "content": "<image>"}], "images": ["second.png"], "label": "o"},
     ]
-    for name, image in (("first", FIRST), ("second", SECOND), ("wide", WIDE)):
-        (tmp_path / f"{name}.png").write_bytes(image)
+    for name, seed, columns in (("first", 1, 2), ("second", 2, 2), ("wide", 3, 4)):
+        (tmp_path / f"{name}.png").write_bytes(picture(seed, SIDES[family], columns))
+    (tmp_path / "grades.py").write_text(GRADES)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values: dict[str, Any] = {
         "hf-checkpoint": directory, "prompt-data": tmp_path / "train.jsonl", "input-key": "prompt",
-        "label-key": "label", "multimodal-keys": '{"image": "images"}', "custom-rm-path": f"{__file__}:reward",
-        "rollout-engine": "sglang", "train-backend": "fsdp", "num-rollout": 3, "rollout-batch-size": 8,
+        "label-key": "label", "multimodal-keys": '{"image": "images"}',
+        "custom-rm-path": f"{tmp_path / 'grades.py'}:reward", "rollout-engine": "sglang", "train-backend": backend, "num-rollout": 3, "rollout-batch-size": 8,
         "n-samples-per-prompt": 4, "rollout-max-response-len": 16, "lr": 1e-5, "max-tokens-per-gpu": 2048,
         "output-dir": tmp_path / "run", "sglang-attention-backend": ATTENTION,
         "sglang-mm-attention-backend": MM_ATTENTION, "sglang-mem-fraction-static": 0.3,
@@ -247,11 +282,6 @@ def test_a_colocated_run_trains_on_what_its_engine_saw(directory: Path, tmp_path
         # The first is of the weights on disk, the others of those that were sent, what sees among them.
         assert 0 < step["train/train_rollout_logprob_abs_diff"] < BOUND, (steps, logs(tmp_path / "run"))
         assert step["train/grad_norm"] > 0
-
-
-async def reward(args: argparse.Namespace, sample: Sample, **kwargs: object) -> float:
-    """Spreads rewards over several values even for the bytes of an untrained model."""
-    return sum(ord(character) for character in sample.response) % 7 / 7
 
 
 def logs(run: Path) -> str:

@@ -142,3 +142,13 @@ def test_no_token_of_a_run_differs(model: str, tmp_path: Path) -> None:
     longer = {"rollout_max_response_len": 300, "max_tokens_per_gpu": 16384, "sglang_attention_backend": None}
     for step in train_on_words(tmp_path, model, WORDS, "true_on_policy_mode", lr=1e-4, **longer):
         assert step["train/train_rollout_logprob_abs_diff"] == 0
+
+
+@needs(2, "sglang")
+def test_no_token_of_a_run_on_several_gpus_differs(model: str, tmp_path: Path) -> None:
+    """Two trainer ranks, each of which shares its GPU with an engine."""
+    longer = {"rollout_max_response_len": 300, "max_tokens_per_gpu": 16384, "sglang_attention_backend": None}
+    for step in train_on_words(
+        tmp_path, model, WORDS, "true_on_policy_mode", lr=1e-4, actor_num_gpus_per_node=2, **longer
+    ):
+        assert step["train/train_rollout_logprob_abs_diff"] == 0
