@@ -264,7 +264,8 @@ def test_a_colocated_run_trains_on_what_its_engine_saw(
     values: dict[str, Any] = {
         "hf-checkpoint": directory, "prompt-data": tmp_path / "train.jsonl", "input-key": "prompt",
         "label-key": "label", "multimodal-keys": '{"image": "images"}',
-        "custom-rm-path": f"{tmp_path / 'grades.py'}:reward", "rollout-engine": "sglang", "train-backend": backend, "num-rollout": 3, "rollout-batch-size": 8,
+        "custom-rm-path": f"{tmp_path / 'grades.py'}:reward", "rollout-engine": "sglang", "train-backend": backend,
+        "num-rollout": 3, "rollout-batch-size": 8,
         "n-samples-per-prompt": 4, "rollout-max-response-len": 16, "lr": 1e-5, "max-tokens-per-gpu": 2048,
         "output-dir": tmp_path / "run", "sglang-attention-backend": ATTENTION,
         "sglang-mm-attention-backend": MM_ATTENTION, "sglang-mem-fraction-static": 0.3,

@@ -70,6 +70,21 @@ def test_a_row_of_samples_has_the_log_probs_of_each_alone(directory: str, kind: 
     assert not torch.allclose(found[0], expected(directory, kind, _with_images_of(samples[0], samples[4])), atol=1e-3)
 
 
+def test_features_that_transformers_has_not_split_by_image_are_the_same(tmp_path: Path) -> None:
+    runner = Runner(make_settings(write_vision_model(tmp_path, "qwen3_vl")))
+    samples, model = make_image_samples("qwen3_vl"), runner.backend.policy  # type: ignore[attr-defined]
+    split, plain = scores(runner, "qwen3_vl", samples), model.get_image_features
+
+    def whole(**images: torch.Tensor) -> Any:
+        features = plain(**images)
+        features.deepstack_features = [torch.cat(each) for each in features.deepstack_features]
+        return features
+
+    model.get_image_features = whole
+    for one, other in zip(scores(runner, "qwen3_vl", samples), split, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
 def test_turns_behind_images_are_laid_out_once(directory: str, kind: str) -> None:
     samples, shared = make_image_samples(kind)[:2], 3
     for sample, last in zip(samples, (9, 11), strict=True):

@@ -31,7 +31,9 @@ def accept_images(model: Any) -> None:
             places = image_places & (input_ids == model.config.image_token_id)
             features = model.get_image_features(**images)
             seen = torch.cat(list(features.pooler_output))
-            in_layers = [torch.cat(list(of_layer)) for of_layer in getattr(features, "deepstack_features", None) or ()]
+            # Some versions of transformers split them by image.
+            deep = getattr(features, "deepstack_features", None) or ()
+            in_layers = [each if isinstance(each, Tensor) else torch.cat(each) for each in deep]
             if len(seen) != int(places.sum()):
                 raise InvalidField(
                     "multimodal_train_inputs",

@@ -70,7 +70,9 @@ def embed_images(model: Any, vision: Vision, ids_UP: torch.Tensor, prompts: Sequ
     seen = torch.cat(list(features.pooler_output))
     if len(seen) != int(places.sum()):
         raise InvalidField("image_data", f"{int(places.sum())} tokens", f"{len(seen)}, as the model makes of them")
-    in_layers = [torch.cat(list(of_layer)) for of_layer in getattr(features, "deepstack_features", None) or ()]
+    # Some versions of transformers split them by image.
+    deep = getattr(features, "deepstack_features", None) or ()
+    in_layers = [each if isinstance(each, torch.Tensor) else torch.cat(each) for each in deep]
     return EmbeddedPrompts(embedded.masked_scatter(places[..., None], seen.to(embedded.dtype)), places, in_layers)
 
 
