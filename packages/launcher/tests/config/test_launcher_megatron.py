@@ -13,8 +13,16 @@ import pytest
 from slime.converters.megatron.flags import committed, given
 from slime.converters.megatron.model_scripts import model_config
 from slime.launcher.config import run_config
+from slime.launcher.config.advice import advice
 from slime.launcher.config.catalogue import SETTINGS, declared
-from slime.launcher.run_directory.checkpoints import STATE_FILE, find_checkpoint, has_checkpoint, prune
+from slime.launcher.run_directory.checkpoints import (
+    STATE_FILE,
+    continued_step,
+    find_checkpoint,
+    has_checkpoint,
+    prune,
+)
+from slime.launcher.run_directory.earlier_run import begins_anew, check_unused
 from slime.types.directories import whole_directory
 from slime.types.errors import ConfigError, InvalidFile, InvalidSetting, MissingFile, NotAvailable, UnknownFlag
 
@@ -230,6 +238,72 @@ def test_where_the_weights_come_from(megatron: list[str], tmp_path: Path) -> Non
         run_config.parse([*megatron, "--initial-megatron-checkpoint", str(tmp_path / "none")])
     with pytest.raises(MissingFile, match=r"none holds no checkpoint: .* continued later, give --save the same dir"):
         run_config.parse([*megatron, "--load", str(tmp_path / "none")])
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    """A converted model."""
+    directory = tmp_path / "reference"
+    (directory / "release").mkdir(parents=True)
+    (directory / "release" / ".metadata").touch()
+    (directory / "latest_checkpointed_iteration.txt").write_text("release")
+    return directory
+
+
+def test_a_run_that_finds_nothing_in_load_begins_with_the_reference(
+    megatron: list[str], tmp_path: Path, reference: Path
+) -> None:
+    load, save = tmp_path / "load", tmp_path / "save"
+    words = [*megatron, "--load", str(load), "--ref-load", str(reference), "--output-dir", str(tmp_path / "out")]
+    words += ["--save-interval", "2"]
+    begins = (
+        f"--load {load}: no checkpoint yet, training starts from the beginning, with the weights of {reference} and"
+    )
+    for _ in ("missing", "empty"):
+        config = run_config.parse([*words, "--save", str(save)])
+        assert config.trainer.load == str(reference) and continued_step(config.trainer.load, None) is None
+        assert begins_anew(config) == f"{begins} a new optimizer; to resume this run later, give it --load {save}"
+        assert not any("--ref-load" in sentence for sentence in advice(config))
+        same = run_config.parse([*words, "--save", str(load)])
+        assert same.trainer.load == str(reference) and begins_anew(same) == f"{begins} a new optimizer"
+        load.mkdir(exist_ok=True)
+        (load / ".nfs1").touch()
+    # A run that finished and left nothing to load is not written over.
+    check_unused(same)
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    with pytest.raises(InvalidSetting, match="an earlier run left model"):
+        check_unused(same)
+    newest = checkpoint(load / "iter_0000003")
+    resumed = run_config.parse([*words, "--save", str(load)])
+    assert resumed.trainer.load == str(newest) and begins_anew(resumed) is None
+    assert any(sentence.startswith(f"--ref-load {reference} has no effect") for sentence in advice(resumed))
+
+
+def test_nothing_in_load_is_an_error_without_a_reference_and_beside_other_files(
+    megatron: list[str], tmp_path: Path, reference: Path
+) -> None:
+    load, run = tmp_path / "load", tmp_path / "run"
+    words, both = [*megatron, "--load", str(load)], ["--ref-load", str(reference)]
+    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .*, or --ref-load the first weights"):
+        run_config.parse(words)
+    with pytest.raises(MissingFile, match=f"--ref-load {tmp_path}/refrence holds no checkpoint"):
+        run_config.parse([*words, "--ref-load", f"{tmp_path}/refrence"])
+    with pytest.raises(MissingFile, match="--load: no checkpoint of step 2"):
+        run_config.parse([*words, *both, "--ckpt-step", "2"])
+    # The reference of a run that goes on would be continued itself.
+    checkpoint(run / "iter_0000001")
+    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint"):
+        run_config.parse([*words, "--ref-load", str(run)])
+    load.mkdir()
+    (load / "notes.txt").touch()
+    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint"):
+        run_config.parse([*words, *both])
+    (load / "notes.txt").unlink()
+    assert run_config.parse([*words, *both]).trainer.load == str(reference)
+    load.rmdir()
+    load.touch()
+    with pytest.raises(MissingFile, match="--load"):
+        run_config.parse([*words, *both])
 
 
 @pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load"])

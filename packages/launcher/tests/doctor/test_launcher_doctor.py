@@ -66,6 +66,23 @@ def test_a_whole_command_line_is_checked_with_all_that_it_names(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_place_of_checkpoints_that_are_still_to_come_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_well(monkeypatch)
+    model = str(write_model(tmp_path / "model"))
+    words = [
+        "--hf-checkpoint", model, "--prompt-data", str(write_rows(tmp_path / "p.jsonl")), "--label-key", "label",
+        "--num-rollout", "3", "--rm-type", "math", "--n-samples-per-prompt=4", "--train-backend", "megatron",
+        "--load", str(tmp_path / "later"),
+    ]  # fmt: skip
+    code, text = examine(*words, capsys=capsys)
+    assert code == 1 and f"--load {tmp_path}/later holds no checkpoint" in text, text
+    for more in (["--ref-load", model], ["--save", str(tmp_path / "later"), "--save-interval", "1"]):
+        code, text = examine(*words, *more, capsys=capsys)
+        assert code == 0 and "--load " not in text and "--ref-load has no effect" not in text, text
+
+
 def test_an_agent_of_the_user_and_its_parsers_are_known_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,7 @@ def run_train(
             planned = _planned(config, asynchronous)
             if planned is not None:
                 return planned
-            from slime.launcher.run_directory.earlier_run import check_unused, overwrite, resumes
+            from slime.launcher.run_directory.earlier_run import begins_anew, check_unused, overwrite, resumes
 
             check_unused(config)
             for warning in check_start(config):
@@ -81,8 +81,8 @@ def run_train(
                 check_unused(config)
                 if settings.overwrite and not resumes(config):
                     overwrite(config)
-                if config.flat["load_root"] is not None and config.trainer.load is None:
-                    print(f"--load {config.flat['load_root']}: no checkpoint yet, training starts from the beginning")
+                if (sentence := begins_anew(config)) is not None:
+                    print(sentence, flush=True)
                 reports: list[Report] = []
                 with earlier_record(output_dir, lambda: any(report.has_begun for report in reports)):
                     if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
+from slime.launcher.run_directory.checkpoints import begins_with_reference
 from slime.rollout.recordings.paths import path_of
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
 from slime.rollout.settings.served_models import trained_server_args
@@ -94,6 +95,10 @@ _OWN_LOSS = _on("loss_type", "custom_loss")
 _OWN_ROLLOUT: Condition = lambda args: args["rollout_function_path"] != DEFAULT_ROLLOUT_FUNCTION  # noqa: E731
 _OWN_SOURCE: Condition = lambda args: args["data_source_path"] != DEFAULT_DATA_SOURCE  # noqa: E731
 _STARTS_ENGINES: Condition = lambda args: not args["rollout_external_engine_addrs"]  # noqa: E731
+# The run's settings name the reference as what it loads; those that the doctor reads do not yet.
+_FROM_REFERENCE: Condition = lambda args: (  # noqa: E731
+    begins_with_reference(args) or (args["ref_load"] is not None and args["load"] == args["ref_load"])
+)
 _RESTARTS: Condition = lambda args: args["use_fault_tolerance"] is not False  # noqa: E731
 
 EFFECTS = (
@@ -194,8 +199,10 @@ EFFECTS = (
     Effect(("kl_loss_type",), "--use-kl-loss or --kl-coef", _any(_on("use_kl_loss"), _on("kl_coef"), _OWN_LOSS)),
     Effect(("use_unbiased_kl",), "--use-kl-loss", _any(_on("use_kl_loss"), _OWN_LOSS)),
     Effect(
-        ("ref_load",), "--use-kl-loss or --kl-coef (the run starts from --load or --hf-checkpoint)",
-        _any(_on("use_kl_loss"), _on("kl_coef"), _OWN_LOSS),
+        ("ref_load",),
+        "--use-kl-loss, --kl-coef, or with Megatron a --load that is still empty (the run starts from --load or "
+        "--hf-checkpoint)",
+        _any(_on("use_kl_loss"), _on("kl_coef"), _OWN_LOSS, _FROM_REFERENCE),
     ),
     Effect(
         ("lr_decay_iters",), "--lr-decay-style or --lr-warmup-fraction",

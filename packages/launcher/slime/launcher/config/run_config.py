@@ -34,7 +34,13 @@ from slime.launcher.config.presets import apply_preset
 from slime.launcher.config.settings import LauncherSettings
 from slime.launcher.config.sources import Sources
 from slime.launcher.hub.fetch import fetch
-from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet, steps
+from slime.launcher.run_directory.checkpoints import (
+    begins_with_reference,
+    find_checkpoint,
+    has_checkpoint,
+    nothing_saved_yet,
+    steps,
+)
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, RolloutSettings
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting
@@ -226,6 +232,8 @@ def _find_weights(values: dict[str, Any]) -> None:
     load, initial = values.get("load"), values.get("initial_megatron_checkpoint")
     if isinstance(initial, str) and not (isinstance(load, str) and has_checkpoint(load)):
         values["load"] = find_checkpoint(initial, flag="--initial-megatron-checkpoint")
+    elif begins_with_reference(values):
+        values["load"] = find_checkpoint(values["ref_load"], flag="--ref-load")
     elif isinstance(load, str) and nothing_saved_yet(values, Path(load)):
         del values["load"]
     elif isinstance(load, str):

@@ -13,6 +13,7 @@ from slime.launcher.config.checks.run import TOKENIZER_FILES
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.hub.names import model_name
 from slime.launcher.plan.trainer_memory import GIB
+from slime.launcher.run_directory.checkpoints import begins_with_reference, nothing_saved_yet
 from slime.rollout.settings.model_file import FLAG, ConfiguredModel, read_models
 from slime.types.errors import ConfigError, NotAvailable, counted
 from slime.types.files import hub_hint
@@ -30,6 +31,8 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         flag, directory = flag_name(name), Path(str(value))
         if name == "hf_checkpoint" and model_name(str(value)):
             yield ok(f"{flag} {value}: a name on the Hub, which the run downloads")
+        elif name == "load" and (nothing_saved_yet(subject.args, directory) or begins_with_reference(subject.args)):
+            continue
         elif not directory.is_dir():
             yield _none(flag, directory)
         elif name == "hf_checkpoint":

@@ -11,7 +11,12 @@ from slime.launcher.config.checks.megatron import check_model
 from slime.launcher.config.checks.run import check_inputs, check_learning, check_other_files
 from slime.launcher.config.checks.served_models import check_served_models
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
-from slime.launcher.run_directory.checkpoints import find_checkpoint, has_checkpoint, nothing_saved_yet
+from slime.launcher.run_directory.checkpoints import (
+    begins_with_reference,
+    find_checkpoint,
+    has_checkpoint,
+    nothing_saved_yet,
+)
 from slime.launcher.run_directory.earlier_run import check_unused
 from slime.launcher.run_directory.writable import check_places
 from slime.types.errors import ConfigError, InvalidFile, MissingFile
@@ -38,7 +43,8 @@ def _checkpoint(subject: Subject) -> Iterator[Finding]:
     load = subject.flag("load")
     if not load or (settings.initial_megatron_checkpoint and not has_checkpoint(load)):
         return
-    if nothing_saved_yet(subject.config.flat, Path(str(load))):
+    values = subject.config.flat
+    if nothing_saved_yet(values, Path(str(load))) or begins_with_reference(values):
         return
     try:
         find_checkpoint(str(load), step=settings.ckpt_step)

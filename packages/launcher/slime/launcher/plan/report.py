@@ -12,6 +12,7 @@ from slime.launcher.config.run_config import RunConfig
 from slime.launcher.plan.parameter_counts import adapters_in_words
 from slime.launcher.plan.run_plan import Hardware, Plan, make_plan
 from slime.launcher.plan.trainer_memory import GIB, byte_size, checkpoint_bytes, peak
+from slime.launcher.run_directory.earlier_run import begins_anew
 from slime.types.errors import counted
 
 
@@ -54,6 +55,8 @@ def _model(plan: Plan) -> Iterator[str]:
     size = f", {byte_size(plan.hardware.gpu_bytes)} each" if plan.hardware.gpu_bytes else ""
     yield f"Model       {trainer.hf_checkpoint} ({kind}): {plan.parameters:,} parameters"
     yield f"Trainer     {trainer.train_backend}, {'bfloat16' if trainer.bf16 else 'float32'}"
+    if (sentence := begins_anew(plan.config)) is not None:
+        yield f"Weights     {sentence}"
     if plan.adapters is not None:
         yield f"LoRA        {adapters_in_words(trainer, plan.model_config, plan.adapters, plan.parameters)}"
     yield f"Machine     {plan.hardware.words}{size}"

@@ -69,10 +69,32 @@ def nothing_saved_yet(values: Mapping[str, Any], load: Path) -> bool:
     """Returns whether --load is the directory that this run saves to and is still empty. values: settings by name."""
     output_dir = values.get("output_dir")
     save = values.get("save") or (Path(output_dir) / "checkpoints" if isinstance(output_dir, str) else None)
-    if not isinstance(save, (str, Path)) or values.get("ckpt_step") is not None or load.is_file():
+    if not isinstance(save, (str, Path)) or values.get("ckpt_step") is not None:
         return False
-    empty = not load.is_dir() or all(path.name.startswith(".") for path in load.iterdir())
-    return empty and os.path.realpath(save) == os.path.realpath(load)
+    return _is_empty(load) and os.path.realpath(save) == os.path.realpath(load)
+
+
+def begins_with_reference(values: Mapping[str, Any]) -> bool:
+    """Returns whether a run with Megatron begins with the weights of --ref-load: --load, missing or empty, is the place
+    of checkpoints that are still to come. values: settings by name.
+
+    A reference that is a run's checkpoint is not taken, because it would be continued.
+    """
+    load, reference = values.get("load"), values.get("ref_load")
+    if not isinstance(load, str) or not isinstance(reference, str) or values.get("train_backend") != "megatron":
+        return False
+    return values.get("ckpt_step") is None and _is_empty(Path(load)) and not has_checkpoint(reference)
+
+
+def loads_nothing(load_root: str | None, load: str | None) -> bool:
+    """Returns whether --load (`load_root`) held no checkpoint, so that a run begins with `load` or --hf-checkpoint."""
+    return load_root is not None and (load is None or not Path(load).is_relative_to(load_root))
+
+
+def _is_empty(directory: Path) -> bool:
+    if directory.is_file():
+        return False
+    return not directory.is_dir() or all(path.name.startswith(".") for path in directory.iterdir())
 
 
 def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None) -> str:
@@ -98,7 +120,8 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
     expected = f"{STATE_FILE} of a checkpoint, step_NNNNNN or iter_NNNNNNN of a run, or config.json of a model"
     message = f"{flag} {path} holds no checkpoint: expected {expected}"
     if flag == "--load" and not directory.exists():
-        message += "; for a run that starts now and is continued later, give --save the same directory"
+        message += "; for a run that starts now and is continued later, give --save the same directory, or --ref-load"
+        message += " the first weights"
     raise MissingFile(message, field=flag, value=path, expected=expected)
 
 

@@ -73,10 +73,23 @@ def resumes(config: Run) -> bool:
     load = config.flat.get("load_root")
     if load is None:
         return False
-    if config.trainer.load is None and (config.output_dir / MODEL).exists():
+    if checkpoints.loads_nothing(load, config.trainer.load) and (config.output_dir / MODEL).exists():
         return False  # the earlier run finished and left nothing to load
     path = Path(os.path.realpath(load))
     return any(path.is_relative_to(os.path.realpath(place)) for place in (config.checkpoint_dir, config.output_dir))
+
+
+def begins_anew(config: Run) -> str | None:
+    """Returns a sentence about a run whose --load holds no checkpoint yet; None for any other run."""
+    root, load = config.flat.get("load_root"), config.trainer.load
+    if not checkpoints.loads_nothing(root, load):
+        return None
+    sentence = f"--load {root}: no checkpoint yet, training starts from the beginning"
+    if load is not None:
+        sentence += f", with the weights of {load} and a new optimizer"
+    if os.path.realpath(str(root)) != os.path.realpath(config.checkpoint_dir):
+        sentence += f"; to resume this run later, give it --load {shlex.quote(str(config.checkpoint_dir))}"
+    return sentence
 
 
 def overwrite(config: Run) -> None:

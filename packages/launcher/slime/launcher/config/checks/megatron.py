@@ -54,8 +54,9 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
     if launcher.train_backend == "megatron":
         check_model_args(values, config, source=source)
         for flag, directory in (
-            ("--load", trainer.load),
+            # A run may begin with the weights of the reference.
             ("--ref-load", trainer.ref_load),
+            ("--load", trainer.load),
             ("--opd-teacher-load", trainer.opd_teacher_load),
             ("--critic-load", trainer.critic_load),
         ):
