@@ -157,6 +157,30 @@ def test_one_of_several_values_is_that_value_and_more_are_a_list() -> None:
         ("--rotary-base wide", InvalidSetting, ["--rotary-base", "wide"]),
         ("--recompute-granularity full", InvalidSetting, ["--recompute-granularity full", "--recompute-method"]),
         ("--recompute-method block", InvalidSetting, ["--recompute-method block", "--recompute-granularity full"]),
+        ("--fp8-format e5m2", InvalidSetting, ["--fp8-format", "e5m2", "e4m3, hybrid"]),
+        (
+            "--fp8-format e4m3",
+            InvalidSetting,
+            ["--fp8-format e4m3 requires --fp8-recipe blockwise, tensorwise or mxfp8"],
+        ),
+        ("--fp8-recipe blockwise", InvalidSetting, ["--fp8-recipe blockwise requires --fp8-format"]),
+        (
+            "--fp8-format hybrid --fp8-recipe delayed",
+            NotAvailable,
+            ["--fp8-recipe delayed", "the same twice", "use --fp8-recipe blockwise, tensorwise or mxfp8"],
+        ),
+        ("--fp8-format e4m3 --fp8-recipe custom", NotAvailable, ["--fp8-recipe custom is not supported yet"]),
+        (
+            "--fp8-format e4m3 --fp8-recipe tensorwise --transformer-impl local",
+            InvalidSetting,
+            ["--fp8-format e4m3 and --transformer-impl local cannot be used together"],
+        ),
+        ("--first-last-layers-bf16", InvalidSetting, ["--first-last-layers-bf16 requires --fp8-format"]),
+        (
+            "--fp8-format e4m3 --fp8-recipe tensorwise --num-layers-at-end-in-bf16 2",
+            InvalidSetting,
+            ["--num-layers-at-end-in-bf16 2 requires --first-last-layers-bf16"],
+        ),
         ("--overlap-param-gather", InvalidSetting, ["--overlap-param-gather", "--use-distributed-optimizer"]),
         (
             "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
@@ -185,12 +209,13 @@ def test_what_seeds_and_scripts_print_is_taken() -> None:
         *"--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer".split(),
         *"--moe-token-dispatcher-type flex --moe-enable-deepep --moe-grouped-gemm --moe-permute-fusion".split(),
         *"--no-position-embedding --use-rotary-position-embeddings --tokenizer-type HuggingFaceTokenizer".split(),
+        *"--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe blockwise".split(),
         *"--spec slime_plugins.models.glm4 get_glm_spec --no-check-for-nan-in-loss-and-grad".split(),
     )
 
 
 @pytest.mark.parametrize(
-    "flag", ["--fp8-format", "--data-path", "--tokenizer-model", "--rl-prompts-per-eval", "--no-cuda-graph-x"]
+    "flag", ["--fp4-format", "--data-path", "--tokenizer-model", "--rl-prompts-per-eval", "--no-cuda-graph-x"]
 )
 def test_a_refused_flag_has_its_reason(flag: str) -> None:
     assert (why_refused(flag) is None) == (flag == "--no-cuda-graph-x")

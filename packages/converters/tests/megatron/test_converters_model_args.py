@@ -162,8 +162,8 @@ def test_the_rest_of_a_command_line_is_handed_back_and_refused_flags_are_not() -
     values, rest = parse_model_args("--swiglu --hf-checkpoint D --num-layers 2 --save S extra".split())
     assert values == {"swiglu": True, "num_layers": 2}
     assert rest == ["--hf-checkpoint", "D", "--save", "S", "extra"]
-    with pytest.raises(NotAvailable, match="--fp8-format is not supported yet: "):
-        parse_model_args(["--fp8-format", "e4m3"])
+    with pytest.raises(NotAvailable, match="--fp4-format is not supported yet: "):
+        parse_model_args(["--fp4-format", "e2m1"])
 
 
 def test_arguments_are_the_familys_overlaid_with_what_was_given() -> None:

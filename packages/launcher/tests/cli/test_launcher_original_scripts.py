@@ -123,7 +123,6 @@ REFUSED = {
     "scripts_low_precision_run-moonlight-16B-A3B-int4": TO_INT4.format("DIR/Moonlight-16B-A3B-Instruct-INT4"),
     "scripts_low_precision_run-qwen3-235B-A22B-int4": TO_INT4.format("DIR/Qwen3-235B-A22B-INT4"),
     "scripts_low_precision_run-qwen3-30B-A3B-int4": TO_INT4.format("DIR/Qwen3-30B-A3B-INT4"),
-    "scripts_low_precision_run-qwen3-30b-a3b-fp8": "--fp8-format",
     "scripts_run-glm5-744B-A40B": "--enable-experimental",
 }
 
@@ -220,4 +219,4 @@ def test_the_flags_of_delta_updates_are_planned_with_layers_that_its_stages_divi
 
 def test_the_number_of_scripts_that_pass_does_not_fall() -> None:
     assert REFUSED.keys() <= SCRIPTS.keys()
-    assert len(SCRIPTS) - len(REFUSED) >= 40
+    assert len(SCRIPTS) - len(REFUSED) >= 41

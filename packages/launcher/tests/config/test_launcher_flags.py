@@ -144,7 +144,7 @@ def test_unknown_flag_names_the_nearest(base: list[str]) -> None:
     [
         "--release-train",
         "--router-policy",
-        "--fp8-format",
+        "--fp4-format",
         "--tokenizer-model=x",
     ],
 )

@@ -97,8 +97,8 @@ def test_megatrons_flags_in_a_config_file(megatron: list[str], tmp_path: Path) -
         "swiglu": True,
         "sequence_parallel": True,
     }
-    path.write_text("fp8_format: e4m3\n")
-    with pytest.raises(NotAvailable, match="--fp8-format"):
+    path.write_text("fp4_format: e2m1\n")
+    with pytest.raises(NotAvailable, match="--fp4-format"):
         run_config.parse([*megatron, "--config", str(path)])
 
 
@@ -110,7 +110,8 @@ def test_megatrons_flags_in_a_config_file(megatron: list[str], tmp_path: Path) -
             UnknownFlag,
             ["--tensor-model-parralel-size", "--tensor-model-parallel-size"],
         ),
-        ("--fp8-format e4m3", NotAvailable, ["--fp8-format is not supported yet: "]),
+        ("--fp4-format e2m1", NotAvailable, ["--fp4-format is not supported yet: "]),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", NotAvailable, ["weights stay in bfloat16"]),
         ("--data-path x", NotAvailable, ["--data-path", "--prompt-data"]),
         ("--hidden-dropout 0.1", NotAvailable, ["--hidden-dropout 0.1"]),
         ("--hidden-size 4096", InvalidSetting, ["--hidden-size 4096", "2048", "--hf-checkpoint", "hidden_size"]),
@@ -162,6 +163,7 @@ def test_what_does_not_fit_is_named_before_anything_starts(
     [
         "--tensor-model-parallel-size 2",
         "--no-rope-fusion",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
         "--async-save --save-interval 1",
         "--enable-mtp-training",
         "--freeze-params-name-list embedding",

@@ -133,7 +133,10 @@ def test_the_sums_of_a_megatron_rank() -> None:
     small = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "use_precision_aware_optimizer": True}
     assert items(**small)["optimizer", False] == (4 + 2 + 1) * 5000
     assert items(grad_reduce_in_bf16=True)["gradients", False] == 2 * 5000
-    kept, whole = items(recompute_granularity="full"), plain
+    quantized = items(fp8="e4m3")
+    assert quantized["FP8 weights", False] == 2 * 5000 and quantized.keys() - plain.keys() == {("FP8 weights", False)}
+    kept, whole = items(recompute_granularity="full", fp8="e4m3"), plain
+    assert kept["FP8 weights", False] == 2 * 5000 / shape.layers
     assert kept["activations", False] < whole["activations", False]
 
 

@@ -181,7 +181,7 @@ SERVE = "serve --hf-checkpoint m --buffer-address a:1 --rollout-address b:2".spl
             [*SERVE, "--tensor-model-parallel-size", "2"],
             "--tensor-model-parallel-size 2 requires --train-backend megatron",
         ),
-        ([*SERVE, "--train-backend", "megatron", "--fp8-format", "e4m3"], "--fp8-format is not supported yet"),
+        ([*SERVE, "--train-backend", "megatron", "--fp4-format", "e2m1"], "--fp4-format is not supported yet"),
         ([*SERVE, "--rollout-address", "b:99999"], "--rollout-address must be HOST:PORT with a port"),
         ([*SERVE, "--master-address", "c"], "--master-address must be HOST:PORT"),
         ([*SERVE, "--train-backend", "megatron", "--num-layers", "0"], "--num-layers must be at least 1, got 0"),

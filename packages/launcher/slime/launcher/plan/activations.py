@@ -177,6 +177,20 @@ def compiles(settings: TrainerSettings) -> bool:
     return bool(settings.bf16 if settings.compile is None else settings.compile)
 
 
+def quantized_weights(
+    settings: TrainerSettings, sizes: Sizes, parameters: int, args: Mapping[str, Any], stage: int, layers: int
+) -> Item:
+    """Estimates the weights in FP8, which each pass makes anew: once for forward products, once for backward ones.
+
+    parameters: on the rank; layers: of the stage.
+    """
+    if _recomputes(settings, args):
+        return Item("FP8 weights", 2 * parameters / max(1, layers), "2 x P / layers: of one layer", lasting=False)
+    flying = _in_flight(sizes, stage)
+    times = f" x {plain(flying)} micro-batches in flight" if flying != 1 else ""
+    return Item("FP8 weights", 2 * parameters * flying, f"2 x {parameters:,}{times}", lasting=False)
+
+
 def _recomputes(settings: TrainerSettings, args: Mapping[str, Any] | None) -> bool:
     return settings.gradient_checkpointing or (args is not None and args.get("recompute_granularity") == "full")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from slime.converters.megatron.flags import given
 from slime.launcher.config.catalogue import as_typed
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.presets import PRESETS
@@ -54,7 +55,9 @@ def _model(plan: Plan) -> Iterator[str]:
     kind = plan.model_config.get("model_type", "?")
     size = f", {byte_size(plan.hardware.gpu_bytes)} each" if plan.hardware.gpu_bytes else ""
     yield f"Model       {trainer.hf_checkpoint} ({kind}): {plan.parameters:,} parameters"
-    yield f"Trainer     {trainer.train_backend}, {'bfloat16' if trainer.bf16 else 'float32'}"
+    quantized = given(plan.config.megatron)
+    fp8 = f", products in FP8 ({quantized['fp8']}, {quantized['fp8_recipe']})" if quantized.get("fp8") else ""
+    yield f"Trainer     {trainer.train_backend}, {'bfloat16' if trainer.bf16 else 'float32'}{fp8}"
     if (sentence := begins_anew(plan.config)) is not None:
         yield f"Weights     {sentence}"
     if plan.adapters is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.converters.families.qwen_gated import delta_nets
 from slime.converters.megatron.rank_layout import Sizes
-from slime.launcher.plan.activations import Item, Shape, activations, compiles, logits
+from slime.launcher.plan.activations import Item, Shape, activations, compiles, logits, quantized_weights
 from slime.launcher.plan.parameter_counts import Held
 from slime.trainer.settings.sharding import compared_models, keeps_weights_whole
 from slime.trainer.settings.trainer import TrainerSettings
@@ -88,6 +88,8 @@ def trainer_memory(
         if cut and sizes.data > 1:
             items.append(_gathered(settings, shape, held, trains=any(cut)))
     items += activations(settings, shape, sizes, tokens, args, stage, layers)
+    if args is not None and args.get("fp8"):
+        items.append(quantized_weights(settings, sizes, held.total, args, stage, layers))
     if args is None or stage == sizes.pipeline - 1:
         items.append(logits(settings, shape, sizes, tokens, in_place=args is None and compiles(settings)))
     if settings.keep_old_actor:

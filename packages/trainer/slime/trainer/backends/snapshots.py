@@ -54,7 +54,9 @@ class Snapshots:
     def _tensors(self) -> Iterator[Tensor]:
         for chunk in self._chunks:
             persistent = chunk.state_dict(keep_vars=True)
-            yield from (local(tensor) for tensor in persistent.values() if isinstance(tensor, Tensor))
+            # Transformer Engine's extra state is made for this call: FP8's recipe, pickled, and no weight.
+            named = ((n, tensor) for n, tensor in persistent.items() if not n.endswith("_extra_state"))
+            yield from (local(tensor) for _, tensor in named if isinstance(tensor, Tensor))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ CHOICES = {
 NO_FAMILY = "no family of models here has it"
 OWN_LOSS = "log-probs and entropies come from the algorithms that every backend shares"
 GRAPHS = "CUDA graphs in training"
-LOW = "training in 8 or 4 bits"
+LOW = "training in 4 bits, or with recipes of one's own"
+DELAYED = "only --fp8-recipe delayed reads it, and that is not available"
 DATA = "prompts come from --prompt-data"
 TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 LOGGING = "metrics go to --output-dir, see --use-tensorboard"
@@ -76,10 +77,11 @@ REFUSED_FIELDS = {
     "the family of --hf-checkpoint says which layers are gated delta nets": "experimental_attention_variant",
     OWN_LOSS: "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     GRAPHS: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_warmup_steps",
-    LOW: """fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
-        fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 fp4_recipe fp4_param
-        fp4_quantizer_factory use_kitchen_attention kitchen_attention_backend moe_router_padding_for_quantization
-        moe_router_padding_for_fp8""",
+    LOW: """fp8_quantizer_factory fp4 fp4_recipe fp4_param fp4_quantizer_factory use_kitchen_attention
+        kitchen_attention_backend""",
+    DELAYED: "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad",
+    "with --fp8-format the tokens of each expert are padded without it, and routing stays as it is": """
+        moe_router_padding_for_quantization moe_router_padding_for_fp8""",
     INFERENCE: """flash_decode cache_mla_latents inference_rng_tracker symmetric_ar_type inference_fuse_tp_communication
         mlp_chunks_for_prefill batch_invariant_mode""",
     "replaying the routing of a mixture of experts": "moe_enable_routing_replay",
@@ -120,8 +122,10 @@ REFUSED = {
         retriever-* block-data-path embedding-path indexer-*""",
     "only bf16 and float32": """fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         fp16-lm-cross-entropy""",
-    LOW: """fp8-param-gather te-precision-config-file reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache
-        kitchen-config-file kitchen-recipe-number""",
+    LOW: "te-precision-config-file kitchen-config-file kitchen-recipe-number",
+    "with --fp8-format weights stay in bfloat16 between passes, and only products are computed in FP8: checkpoints, "
+    "weight updates and the reference model are made of them": """fp8-param-gather
+        reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache""",
     GRAPHS: "cuda-graph-scope te-rng-tracker",
     "moving activations to the CPU": "offload-modules",
     "overlapping tensor-parallel communication needs Transformer Engine's user buffers": "tp-comm-overlap-cfg "
@@ -272,6 +276,13 @@ HELP: dict[str, str] = {
     "moe_hybridep_num_sms": "Streaming multiprocessors (SMs) of the GPU for HybridEP",
     "clone_scatter_output_in_embedding": "Keep the embedding's output a view of its input, which then stays in memory",
     "transformer_impl": "Implementation of the layers",
+    "fp8": "Compute the products of the decoder's linear layers in FP8, with Transformer Engine: e4m3 everywhere, or "
+    "hybrid with e5m2 for gradients; needs --fp8-recipe",
+    "fp8_recipe": "Scaling of FP8: blockwise (blocks of 128 x 128 weights and of 128 activations, as in DeepSeek-V3; "
+    "Hopper), tensorwise (one factor for a tensor; Hopper, Ada) or mxfp8 (blocks of 32; Blackwell)",
+    "first_last_layers_bf16": "Keep the first and last layers in bfloat16 with --fp8-format",
+    "num_layers_at_start_in_bf16": "Layers at the start that --first-last-layers-bf16 keeps in bfloat16",
+    "num_layers_at_end_in_bf16": "Layers at the end that --first-last-layers-bf16 keeps in bfloat16",
     "q_lora_rank": "Size of the compressed queries (MLA)",
     "kv_lora_rank": "Size of the compressed keys and values (MLA)",
     "qk_head_dim": "Size of a query or key head without its rotated part (MLA)",

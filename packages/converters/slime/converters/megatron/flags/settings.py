@@ -117,6 +117,7 @@ def _check_conflicts(values: Mapping[str, Any]) -> None:
     if values.get("overlap_param_gather") and not values.get("use_distributed_optimizer"):
         raise InvalidSetting.requires("--overlap-param-gather", "--use-distributed-optimizer")
     _check_optimizer(values)
+    _check_fp8(values)
     granularity = values.get("recompute_granularity")
     if granularity == "full" and not values.get("recompute_method"):
         raise InvalidSetting.requires("--recompute-granularity full", "--recompute-method uniform or block")
@@ -143,6 +144,34 @@ def _check_optimizer(values: Mapping[str, Any]) -> None:
             raise InvalidSetting.conflict(
                 _as_typed(values, name), "--optimizer-cpu-offload", "the optimizer on the CPU keeps its states in fp32"
             )
+
+
+def _check_fp8(values: Mapping[str, Any]) -> None:
+    for name, needed in (
+        ("fp8_recipe", "fp8"), ("first_last_layers_bf16", "fp8"),
+        ("num_layers_at_start_in_bf16", "first_last_layers_bf16"),
+        ("num_layers_at_end_in_bf16", "first_last_layers_bf16"),
+    ):  # fmt: skip
+        if values.get(name) and not values.get(needed):
+            raise InvalidSetting.requires(
+                _as_typed(values, name), by_dest()[needed].flag + (" FORMAT" if needed == "fp8" else "")
+            )
+    if not values.get("fp8"):
+        return
+    recipe = values.get("fp8_recipe")
+    recipes = "--fp8-recipe blockwise, tensorwise or mxfp8"
+    if recipe is None:
+        reason = "Megatron's default, delayed, is not available: it scales by passes that came before"
+        raise InvalidSetting.requires(_as_typed(values, "fp8"), recipes, reason)
+    if recipe == "delayed":
+        reason = "it scales by passes that came before, and log-probs of one policy must come out the same twice"
+        raise NotAvailable.unavailable(_as_typed(values, "fp8_recipe"), reason, recipes)
+    if recipe == "custom":
+        reason = "quantizers of your own"
+        raise NotAvailable.unavailable(_as_typed(values, "fp8_recipe"), reason, recipes)
+    if values.get("transformer_impl") == "local":
+        reason = "only Transformer Engine's layers compute in FP8"
+        raise InvalidSetting.conflict(_as_typed(values, "fp8"), _as_typed(values, "transformer_impl"), reason)
 
 
 def _as_typed(values: Mapping[str, Any], name: str) -> str:

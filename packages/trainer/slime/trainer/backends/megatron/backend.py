@@ -25,7 +25,7 @@ from slime.trainer.backends.base import (
     MaybeBatch,
     Outputs,
 )
-from slime.trainer.backends.megatron import vision
+from slime.trainer.backends.megatron import fp8, vision
 from slime.trainer.backends.megatron.hooks import Hooks
 from slime.trainer.backends.megatron.model import aux_losses, parallel, routing
 from slime.trainer.backends.megatron.model.build import build_model, compile_layers
@@ -81,7 +81,9 @@ class MegatronBackend(Backend):
             check_images(self.args, config, sizes, own_model=self.hooks.model_provider is not None)
         self._initialize()
         dtype = torch.bfloat16 if settings.bf16 else torch.float32
+        fp8.require(self.args, device, bf16=bool(settings.bf16))
         self.transformer = transformer_config(self.args, params_dtype=dtype)
+        fp8.check_recipe(self.transformer)
         # Losses carry their denominators: gradients are added up, over micro-batches and over replicas.
         self.transformer.calculate_per_token_loss = True
         aux_losses.use_whole_rows(self.transformer)
@@ -91,6 +93,7 @@ class MegatronBackend(Backend):
             # The kernel knows one position of a token.
             self.transformer.apply_rope_fusion = False
         chunks = self._build()
+        fp8.check_weights(chunks, self.transformer)
         for chunk in chunks:
             chunk.to(device)
         wanted = settings.compile and not self.hooks.model_provider and self.vision is None
@@ -122,7 +125,8 @@ class MegatronBackend(Backend):
         scoring = Scoring(int(self.args["vocab_size"]), settings.rollout_temperature, settings.log_probs_chunk_size)
         self._pipeline = self._pipeline_class(
             self.chunks, self.transformer, scoring, device,
-            row_multiple=settings.data_pad_size_multiplier, recompute=settings.recompute_loss_function,
+            row_multiple=math.lcm(settings.data_pad_size_multiplier, fp8.row_multiple(self.transformer)),
+            recompute=settings.recompute_loss_function,
             fused=FusedLogProbs(compiler.function) if compiler is not None else None, routing=replay,
             image_token=self.vision.image_token if self.vision is not None else -1,
         )  # fmt: skip

@@ -49,6 +49,9 @@ def transformer_config(args: Mapping[str, Any], *, params_dtype: torch.dtype) ->
     if latent:
         values |= _LATENT_DEFAULTS | config_fields(explicit, "MLATransformerConfig")
     values |= _shape(explicit, values) | _parallel(explicit, params_dtype) | _fusions(explicit)
+    if explicit.get("fp8"):
+        # Weights are quantized in every pass: a copy that was kept would take memory that engines use between passes.
+        values["disable_parameter_transpose_cache"] = True
     cls = MLATransformerConfig if latent else TransformerConfig
     try:
         return cls(**values)

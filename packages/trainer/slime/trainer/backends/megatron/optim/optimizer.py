@@ -102,6 +102,8 @@ class Optimizer:
             "adam_beta1": s.adam_beta1, "adam_beta2": s.adam_beta2, "adam_eps": s.adam_eps, "clip_grad": s.clip_grad,
             "params_dtype": torch.bfloat16 if s.bf16 else torch.float32,
         } | _fields_of(OptimizerConfig, args)  # fmt: skip
+        # It is meant for weights that are FP8 themselves, which are kept and updated in another way.
+        options.pop("fp8_recipe", None)
         config = OptimizerConfig(**options)
         self.wrapped = get_megatron_optimizer(config, chunks, config_overrides=get_standard_config_overrides(config))
         # The factor of the loss in the backward pass; gradients are divided by it before the update.
