@@ -3,6 +3,8 @@
     python benchmarks/gpu/train_step.py [--shapes 135m 0.6b] [--backends fsdp megatron] [--output FILE.json]
     python benchmarks/gpu/train_step.py --lengths equal ragged --backends fsdp
     torchrun --master-addr 127.0.0.1 --nproc-per-node 2 benchmarks/gpu/train_step.py --shapes 0.6b --backends fsdp
+    # Transformer Engine's layers in bfloat16 and in FP8:
+    python benchmarks/gpu/train_step.py --shapes 0.6b --backends megatron --fp8-format e4m3 --peers
     # Without a GPU, to see that it runs:
     python benchmarks/gpu/train_step.py --shapes tiny --samples 8 --length 64 --row 256 --dtype float32
     python benchmarks/gpu/train_step.py --shapes tiny --lengths turns turns-apart --peers --samples 16 --prompt 128 \\
@@ -126,6 +128,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--transformer-impl", choices=("local", "transformer_engine"), help="Value of Megatron's --transformer-impl"
     )
+    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="Measure megatron in FP8, too, in this format")
+    parser.add_argument("--fp8-recipe", default="blockwise", help="Value of Megatron's --fp8-recipe")
     parser.add_argument("--models", help="Directory that keeps random models for the next run")
     parser.add_argument("--chunk", type=int, default=-1, help="Value of --log-probs-chunk-size")
     parser.add_argument("--output", help="JSON file to write")
@@ -145,9 +149,13 @@ def measure(
     rows: list[dict[str, Any]] = []
     subjects: dict[str, tuple[str, Callable[[], tuple[Callable[[], None], int]]]] = {}
     for name in options.backends:
-        for kind in options.lengths:
-            make_step = functools.partial(step_of, options, name, directory, steps[kind], ranks, device, kind)
-            subjects[f"step, {name}, {kind}"] = kind, make_step
+        for fp8 in (False, True) if name == "megatron" and options.fp8_format else (False,):
+            label = f"{name} {options.fp8_format} {options.fp8_recipe}" if fp8 else name
+            for kind in options.lengths:
+                make_step = functools.partial(
+                    step_of, options, name, directory, steps[kind], ranks, device, kind, fp8=fp8
+                )
+                subjects[f"step, {label}, {kind}"] = kind, make_step
     for name in options.peers if ranks.world_size == 1 else ():
         make_peer = functools.partial(peer, options, name, directory, steps["equal"][0], device)
         subjects[f"transformers, {name}"] = "equal", make_peer
@@ -233,6 +241,8 @@ def step_of(
     ranks: Ranks,
     device: torch.device,
     kind: str = "equal",
+    *,
+    fp8: bool = False,
 ) -> tuple[MeasuredSteps, int]:
     settings = TrainerSettings(
         hf_checkpoint=directory, train_backend=backend, bf16=options.dtype == "bfloat16", lr=1e-6,
@@ -242,6 +252,8 @@ def step_of(
     ).on(device.type)  # fmt: skip
     implementation = getattr(options, "transformer_impl", None)
     megatron = {"transformer_impl": implementation} if implementation else {}
+    if fp8:
+        megatron |= {"fp8": options.fp8_format, "fp8_recipe": options.fp8_recipe}
     step = MeasuredSteps(settings, ranks, device, steps, megatron, share=kind not in APART)
     return step, step.backend.num_parameters
 
