@@ -1,7 +1,9 @@
-"""The plug-in that samples in one pass: when an engine is asked to use it, and for which batches it does."""
+"""The plug-in of SGLang: when an engine is asked to use it, for which batches it samples, and what it hooks."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,6 +19,7 @@ PLAIN = {
     "is_all_greedy": False, "need_top_p_sampling": False, "need_top_k_sampling": False, "need_min_p_sampling": False,
     "sampling_seed": None, "return_sampling_masks": None, "temperatures": None,
 }  # fmt: skip
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 SAMPLER = {"enable_deterministic": False, "use_ascend_backend": False, "rl_on_policy_target": None}
 
 
@@ -51,8 +54,90 @@ def test_sglang_samples_by_itself_where_it_cannot_find_the_plug_in(monkeypatch: 
     assert plugin.environment({}, deterministic=False) == {}
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "config, overrides, asked",
+    [
+        ({}, None, False),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, False),
+        ({"quantization_config": PACKED}, None, True),
+        ({"text_config": {"quantization_config": PACKED}}, '{"rope_theta": 1}', True),
+        ({"quantization_config": PACKED}, '{"quantization_config": null}', False),
+    ],
+)
+def test_an_engine_of_a_model_in_int4_is_prepared_for_weight_updates(
+    tmp_path: Path, config: dict[str, Any], overrides: str | None, asked: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plugin.environment_of_model(str(tmp_path), {"json_model_override_args": overrides})
+    assert found == ({plugin.INT4_VARIABLE: "1"} if asked else {})
+
+
+def test_a_model_in_int4_without_the_plug_in_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "NAME", "of-nobody")
+    assert plugin.environment_of_model(str(tmp_path / "elsewhere"), {}) == {}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": PACKED}))
+    assert plugin.environment_of_model(str(tmp_path), {}) == {}
+    assert "SGLang will refuse weight updates in INT4" in caplog.text
+
+
+def write_sglang(directory: Path, methods: dict[str, str]) -> None:
+    """Writes a package with these methods, by their parameters, and a registry that only lists hooks."""
+    registry = "class HookType:\n    AROUND = 'around'\n\n\nclass HookRegistry:\n    hooks = []\n\n    @classmethod\n"
+    files = {
+        "sglang.srt.plugins.hook_registry": f"{registry}    def register(cls, *hook):\n        cls.hooks += [hook]\n"
+    }
+    for kind in dict.fromkeys(name.rpartition(".")[0] for name in methods):
+        module, _, title = kind.rpartition(".")
+        files[module] = files.get(module, "") + f"\n\nclass {title}:\n"
+        for name, signature in methods.items():
+            if name.rpartition(".")[0] == kind:
+                files[module] += f"    def {name.rpartition('.')[2]}({signature}): ...\n\n"
+    for module, text in files.items():
+        file = directory / f"{module.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "changed", ["", f"{plugin._EXPERTS}.create_weights", f"{plugin._MANAGER}.update_weights_from_tensor"]
+)
+def test_methods_of_a_known_sglang_are_hooked_for_weight_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changed: str
+) -> None:
+    methods = {
+        **{f"{name}.create_weights": "self, layer, *sizes, **more" for name in (plugin._DENSE, plugin._EXPERTS)},
+        **{
+            f"{name}.process_weights_after_loading": "self, layer"
+            for name in (plugin._DENSE, plugin._EXPERTS, plugin._TRITON)
+        },
+        **{f"{plugin._MANAGER}.update_weights_from_{name}": "self, recv_req" for name in ("tensor", "distributed")},
+    }
+    expected = set(methods)
+    if changed:
+        methods[changed] = "self, *, other"
+    write_sglang(tmp_path, methods)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(plugin.INT4_VARIABLE, "1")
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    with monkeypatch.context() as context:
+        for module in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            context.delitem(sys.modules, module)
+        plugin.register()
+        hooks = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.hooks
+        for module in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            del sys.modules[module]
+    if changed:
+        assert not hooks and f"slime-rollout does not know its {changed}" in caplog.text
+    else:
+        assert {name for name, _, _ in hooks} == expected and {kind for _, _, kind in hooks} == {"around"}
+
+
 def test_an_sglang_that_no_run_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    monkeypatch.delenv(plugin.INT4_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "sglang", None)
     plugin.register()
 

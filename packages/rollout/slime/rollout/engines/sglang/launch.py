@@ -75,7 +75,9 @@ def start_sglang(
             *("--", *server),
         ],
         host=options.host,
-        env={VISIBLE: ",".join(options.gpus), **plugin.environment(options.args, deterministic=options.deterministic)}
+        env={VISIBLE: ",".join(options.gpus)}
+        | plugin.environment(options.args, deterministic=options.deterministic)
+        | plugin.environment_of_model(options.model_path, options.args)
         | dict(env or {}),
         grace_seconds=GRACE_SECONDS,
         api_key=api_key,

@@ -1,4 +1,5 @@
-"""A plug-in of SGLang, found by its entry point `sglang.srt.plugins`: samples in one pass where a run asks for it.
+"""A plug-in of SGLang, found by its entry point `sglang.srt.plugins`: samples in one pass, and takes weight updates of
+layers in INT4, where a run asks for it.
 
 SGLang loads it in each of its processes. Greedy, seeded and deterministic sampling, top-p, top-k, min-p and requests
 for the log-probs of other tokens stay SGLang's own.
@@ -9,14 +10,18 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import json
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "SLIME_SAMPLES_IN_ONE_PASS"
+INT4_VARIABLE = "SLIME_UPDATES_INT4"
 GROUP, NAME = "sglang.srt.plugins", "slime"
 # A variable of SGLang's: log-probs are those of before the temperature.
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -29,6 +34,12 @@ _FIELDS = {
     "temperatures", "is_all_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling",
     "sampling_seed", "return_sampling_masks",
 }  # fmt: skip
+# Classes of layers that SGLang repacks, and the methods by which it updates weights in parts.
+_SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes"
+_DENSE = f"{_SCHEMES}.compressed_tensors_wNa16.CompressedTensorsWNA16"
+_EXPERTS = f"{_SCHEMES}.compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE"
+_TRITON = f"{_SCHEMES}.compressed_tensors_wNa16_moe.CompressedTensorsWNA16TritonMoE"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def environment(args: Mapping[str, Any], *, deterministic: bool) -> dict[str, str]:
@@ -45,15 +56,37 @@ def environment(args: Mapping[str, Any], *, deterministic: bool) -> dict[str, st
     return {VARIABLE: "1"}
 
 
+def environment_of_model(directory: str, args: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the variables with which an engine takes weight updates of its model; none for one that needs no help.
+
+    args: flags of its server, by name with underscores.
+    """
+    file = Path(directory) / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config |= json.loads(args.get("json_model_override_args") or "{}")
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if (quantization or {}).get("quant_method") != "compressed-tensors":
+        return {}
+    if not is_found():
+        log.warning("SGLang will refuse weight updates in INT4: slime-rollout is not installed as a distribution")
+        return {}
+    return {INT4_VARIABLE: "1"}
+
+
 def is_found() -> bool:
     """Tells whether SGLang would find this plug-in in the environment of this process."""
     return any(entry.name == NAME for entry in importlib.metadata.entry_points(group=GROUP))
 
 
 def register() -> None:
-    """Hooks SGLang's sampler, if the environment asks for it and its form is known."""
-    if not os.environ.get(VARIABLE):
-        return
+    """Hooks SGLang's methods that the environment asks to hook, if their form is known."""
+    if os.environ.get(VARIABLE):
+        _register_sampler()
+    if os.environ.get(INT4_VARIABLE):
+        _register_updates()
+
+
+def _register_sampler() -> None:
     from sglang.srt.layers import sampler  # pants: no-infer-dep
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pants: no-infer-dep
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # pants: no-infer-dep
@@ -69,6 +102,38 @@ def register() -> None:
         log.warning("SGLang samples by itself: slime-rollout does not know this version of its sampler")
     elif not getattr(sampler, _ORIGINAL):
         HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", forward, HookType.AROUND)
+
+
+def _register_updates() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pants: no-infer-dep
+
+    from slime.rollout.engines.sglang import repacked
+
+    hooks: list[tuple[str, Callable[..., Any], tuple[str, ...]]] = [
+        *((f"{name}.create_weights", repacked.create_weights, ("self", "layer")) for name in (_DENSE, _EXPERTS)),
+        *(
+            (f"{name}.process_weights_after_loading", repacked.process_weights, ("self", "layer"))
+            for name in (_DENSE, _EXPERTS, _TRITON)
+        ),
+        *(
+            (f"{_MANAGER}.update_weights_from_{source}", repacked.update_weights, ("self", "recv_req"))
+            for source in ("tensor", "distributed")
+        ),
+    ]
+    unknown = [name for name, _, parameters in hooks if _parameters(name)[: len(parameters)] != parameters]
+    if unknown:
+        log.error("SGLang will refuse weight updates in INT4: slime-rollout does not know its %s", ", ".join(unknown))
+        return
+    for name, hook, _ in hooks:
+        HookRegistry.register(name, hook, HookType.AROUND)
+
+
+def _parameters(name: str) -> tuple[str, ...]:
+    """Returns the names of a function's parameters; none if there is no such function."""
+    try:
+        return tuple(inspect.signature(pkgutil.resolve_name(name)).parameters)
+    except (ImportError, AttributeError):
+        return ()
 
 
 def forward(
