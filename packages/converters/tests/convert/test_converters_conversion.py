@@ -14,7 +14,7 @@ from converters_tiny import MINIMAX, MOE, QWEN3, all_files, hf_directory, names,
 from safetensors.torch import load_file
 
 from slime.converters.cli import main
-from slime.converters.convert import hf_to_torch_dist, to_hf, torch_dist_to_hf
+from slime.converters.convert import hf_to_torch_dist, int4, to_hf, torch_dist_to_hf
 from slime.converters.files.safetensors_dir import INDEX, SafetensorsDir
 from slime.converters.inspection.verify import compare
 from slime.converters.torch_dist.keys import Layout
@@ -169,6 +169,31 @@ def test_fp8_becomes_bfloat16(tmp_path: Path) -> None:
     del stored["model.layers.0.mlp.up_proj.weight_scale_inv"]
     with pytest.raises(InvalidFile, match=r"factors of fp8.*mlp\.up_proj\.weight"):
         hf_to_torch_dist.convert(hf_directory(tmp_path / "less", config, stored), tmp_path / "td2")
+
+
+def test_int4_becomes_bfloat16(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "symmetric": True, "group_size": 16, "strategy": "group"}
+    groups = {"config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}}
+    config = QWEN3 | {
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | groups
+    }
+    plain, stored = random_tensors(config), {}
+    for name, tensor in list(plain.items()):
+        if "proj" not in name:
+            stored[name] = tensor
+            continue
+        packed, scales = int4.quantize(tensor, 16)
+        stored |= {f"{name}_packed": packed, f"{name}_scale": scales, f"{name}_shape": torch.tensor(tensor.shape)}
+        plain[name] = int4.dequantize(packed, scales).to(torch.bfloat16)
+    source = hf_directory(tmp_path / "hf", config, stored)
+    hf_to_torch_dist.convert(source, tmp_path / "td")
+    for origin in (None, source):
+        back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / f"back-{origin is None}", origin_hf_dir=origin)
+        found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert found.keys() == plain.keys()
+        for name, tensor in plain.items():
+            assert torch.equal(found[name], tensor), name
+        assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
 @pytest.mark.parametrize(

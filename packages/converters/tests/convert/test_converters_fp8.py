@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from slime.converters.convert import fp8
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.quantization_config import Fp8Blocks, quantization_of, updatable
-from slime.converters.convert.quantized import QuantizedForm, form_of
+from slime.converters.convert.quantized import Fp8Form, form_of
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
 BLOCKS = [(128, 128), (16, 24)]
@@ -137,7 +137,7 @@ def test_what_a_checkpoint_holds_comes_back_from_reading_it(tmp_path: Path) -> N
     for name, dtype in (("a.weight", torch.float32), ("b.weight", torch.bfloat16)):
         stored[name], stored[f"{name}_scale_inv"] = fp8.quantize(weights[name], (128, 128), factor_dtype=dtype)
     save_file(stored, tmp_path / "model.safetensors")
-    form = QuantizedForm(tmp_path, Fp8Blocks((128, 128)))
+    form = Fp8Form(tmp_path, Fp8Blocks((128, 128)))
     source = HfSource(tmp_path, {"quantization_config": FP8})
     read = {name: source.load(name) for name in source.tensors}
     source.close()
@@ -194,7 +194,7 @@ def test_a_checkpoint_whose_form_is_unclear_is_refused(
     tensors = {"a.weight": torch.zeros(130, 130).to(fp8.DTYPE), "a.weight_scale_inv": torch.ones(2, 2)} | changes
     save_file({name: t for name, t in tensors.items() if t is not None}, tmp_path / "model.safetensors")
     with pytest.raises(error, match=reason):
-        QuantizedForm(tmp_path, Fp8Blocks((128, 128)))
+        Fp8Form(tmp_path, Fp8Blocks((128, 128)))
 
 
 def test_a_quantized_model_without_weights_has_no_form(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.launcher.config import run_config
-from slime.launcher.config.advice import EFFECTS, advice
+from slime.launcher.config.advice import EFFECTS, FAKE_INT4, advice
 from slime.launcher.config.catalogue import Flag, declared
 from slime.rollout.engines.registry import KINDS, choose_engine
 from slime.rollout.settings.rollout import RolloutSettings
@@ -173,6 +173,14 @@ def test_settings_of_a_part_that_the_mode_leaves_out_are_named_in_one_sentence(
     mode: str, flags: str, sentence: str
 ) -> None:
     assert sentence in list(advice(parse(mode, flags)))
+
+
+def test_rounding_in_training_is_named_as_what_it_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAKE_INT4, "0")
+    assert not [text for text in advice(parse()) if FAKE_INT4 in text]
+    monkeypatch.setenv(FAKE_INT4, "1")
+    (named,) = [text for text in advice(parse()) if FAKE_INT4 in text]
+    assert named.startswith(f"{FAKE_INT4}=1 has no effect: training does not round weights to INT4")
 
 
 def test_the_router_that_every_run_has_can_be_asked_for_as_in_the_original() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launcher_machines import CONFIG, GIB, write_rows, write_tokenizer
@@ -200,11 +201,18 @@ def test_memory_is_held_against_the_gpu(words: list[str], capsys: pytest.Capture
     assert sum("DOES NOT FIT" in line for line in large) == 2
 
 
-def test_engines_hold_a_checkpoint_in_fp8_if_they_can(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+WEIGHTS = {"num_bits": 4, "symmetric": True, "group_size": 32}
+INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"0": {"weights": WEIGHTS}}}
+
+
+@pytest.mark.parametrize(("quantization", "width", "name"), [(FP8, "1", "fp8"), (INT4, "0.5625", "int4")])
+def test_engines_hold_a_quantized_checkpoint_if_they_can(
+    words: list[str], capsys: pytest.CaptureFixture[str], quantization: dict[str, Any], width: str, name: str
+) -> None:
     Path(words[1], "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
     lines = plan(words, "--dry-run-gpus", "2", capsys=capsys)
-    assert any(" = 1 x " in line and line.endswith("(fp8)") for line in lines)
+    assert any(f" = {width} x " in line and line.endswith(f"({name})") for line in lines)
     # Without a GPU, the embedded engine would be chosen.
     assert cli.main(["train", *words]) == 2
     assert "--rollout-engine embedded cannot be used together: its weights are quantized" in capsys.readouterr().err

@@ -22,6 +22,8 @@ from slime.types.sample.summary import SampleSummary
 VOCAB = 32
 # Block size of FP8 models: no matrix has a multiple of both for its rows and columns.
 BLOCK = (24, 20)
+# Size of the groups of INT4 models.
+GROUP = 16
 
 # A turn: (tokens, 1 where the model wrote them).
 Turn = tuple[Sequence[int], int]
@@ -91,11 +93,42 @@ def write_fp8_model(
     return path
 
 
+def write_int4_model(path: Path, experts: int = 0) -> Path:
+    """A Qwen3 whose projections are INT4 in groups of `GROUP`, those of its experts alone if it has some, as in
+    Kimi-K2-Thinking; everything else is bfloat16."""
+    from safetensors.torch import save_file
+
+    from slime.converters.convert import int4
+    from slime.converters.files.safetensors_dir import SafetensorsDir
+
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in dict(SafetensorsDir(write_model(path, experts=experts))).items():
+        if (".experts." if experts else "_proj") in name:
+            stored[f"{name}_packed"], stored[f"{name}_scale"] = int4.quantize(tensor.bfloat16(), GROUP)
+            stored[f"{name}_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
+        else:
+            stored[name] = tensor.bfloat16()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    config = json.loads((path / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "quantization_config": quantization | {"ignore": ["lm_head"]}}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def dequantized(tensors: dict[str, torch.Tensor], block: tuple[int, int] = BLOCK) -> dict[str, torch.Tensor]:
     """Returns the weights that tensors of a checkpoint stand for, in float64."""
+    from slime.converters.convert import int4
+
     found = {}
     for name, tensor in tensors.items():
-        if name.endswith("_scale_inv"):
+        if name.endswith("_packed"):
+            values = int4.unpack(tensor).double()
+            weight = name.removesuffix("_packed")
+            found[weight] = values * tensors[f"{weight}_scale"].double().repeat_interleave(GROUP, 1)
+        if name.endswith(("_scale_inv", "_packed", "_scale", "_shape")):
             continue
         found[name] = tensor.double()
         if (factors := tensors.get(f"{name}_scale_inv")) is not None:

@@ -1,7 +1,8 @@
-"""Weight updates to engines that hold FP8: they get the tensors of the checkpoint, made of the trainer's weights."""
+"""Weight updates to engines that hold FP8 or INT4: they get tensors as in the checkpoint, of the trainer's weights."""
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_fake_sglang import FakeEngine, StandInRollout, digest
-from trainer_tiny import BLOCK, Runner, alone, dequantized, make_settings, spread, write_fp8_model
+from trainer_tiny import (
+    BLOCK,
+    GROUP,
+    Runner,
+    alone,
+    dequantized,
+    make_settings,
+    spread,
+    write_fp8_model,
+    write_int4_model,
+)
 
 from slime.converters.convert.quantized import form_of
 from slime.trainer.weight_sync.base import buckets, flatten
@@ -19,6 +30,14 @@ from slime.types.errors import NotAvailable
 from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, write_buckets
 
 BACKENDS: dict[str, dict[str, Any] | None] = {"fsdp": None, "megatron": {}}
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "fp8 dense": write_fp8_model,
+    "fp8 experts": partial(write_fp8_model, experts=4),
+    "fp8 minimax": partial(write_fp8_model, fmt="float8_e4m3fn"),
+    "fp8 ue8m0": partial(write_fp8_model, scale_fmt="ue8m0"),
+    "int4 dense": write_int4_model,
+    "int4 experts": partial(write_int4_model, experts=4),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +95,11 @@ def quantized(model: Path, runner: Runner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [{}, {"experts": 4}, {"fmt": "float8_e4m3fn"}], ids=["dense", "experts", "minimax"])
+@pytest.mark.parametrize("kind", ["fp8 dense", "fp8 experts", "fp8 minimax", "int4 dense", "int4 experts"])
 def test_a_directory_is_the_checkpoint_and_then_the_trained_weights(
-    tmp_path: Path, engine: FakeEngine, updates_of: Updates, backend: str, kind: dict[str, Any]
+    tmp_path: Path, engine: FakeEngine, updates_of: Updates, backend: str, kind: str
 ) -> None:
-    model = write_fp8_model(tmp_path / "model", **kind)
+    model = MODELS[kind](tmp_path / "model")
     shared = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "shared")}
     updates, runner = updates_of(model, backend, **shared, update_weight_disk_keep_files=True)
     published = tensors_of(model)
@@ -97,19 +116,25 @@ def test_a_directory_is_the_checkpoint_and_then_the_trained_weights(
     assert engine.told()["held"] == digests(sent) != digests(published)
     for name, values in dequantized(sent).items():
         exact = trained[name].bfloat16().double()
-        bound = torch.zeros(())
-        if f"{name}_scale_inv" in sent:
-            factor = spread(sent[f"{name}_scale_inv"], exact)
-            bound = torch.maximum(exact.abs() / 2**4, factor / 2**10) * (1 + 1e-6)
-        assert bool(((values - exact).abs() <= bound).all()), name
+        assert bool(((values - exact).abs() <= half_step(sent, name, exact)).all()), name
+
+
+def half_step(sent: dict[str, torch.Tensor], name: str, exact: torch.Tensor) -> torch.Tensor:
+    """Returns how far quantization may move each element of a weight."""
+    if f"{name}_packed" in sent:
+        return sent[f"{name}_scale"].double().repeat_interleave(GROUP, 1) / 2 * (1 + 1e-6)
+    if f"{name}_scale_inv" not in sent:
+        return torch.zeros(())
+    factor = spread(sent[f"{name}_scale_inv"], exact)
+    return torch.maximum(exact.abs() / 2**4, factor / 2**10) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("colocate", [True, False], ids=["ipc", "nccl"])
-@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+@pytest.mark.parametrize("kind", ["fp8 dense", "fp8 ue8m0", "int4 dense", "int4 experts"])
 def test_buckets_hold_what_the_checkpoint_holds(
-    tmp_path: Path, engine: FakeEngine, updates_of: Updates, colocate: bool, scale_fmt: str | None
+    tmp_path: Path, engine: FakeEngine, updates_of: Updates, colocate: bool, kind: str
 ) -> None:
-    model = write_fp8_model(tmp_path / "model", scale_fmt=scale_fmt)
+    model = MODELS[kind](tmp_path / "model")
     # With bf16, the tensors are parts of memory that stays, from which nothing may be sent as it is.
     updates, runner = updates_of(model, colocate=colocate, bf16=colocate)
     updates.push(1)
@@ -136,13 +161,15 @@ def test_every_tensor_of_a_bucket_can_be_viewed_in_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_deltas_are_of_the_quantized_tensors(fp8_model: Path, encoding: str) -> None:
-    runner = Runner(make_settings(str(fp8_model)))
+@pytest.mark.parametrize("kind", ["fp8 dense", "int4 dense"])
+def test_deltas_are_of_the_quantized_tensors(tmp_path: Path, kind: str, encoding: str) -> None:
+    model = MODELS[kind](tmp_path)
+    runner = Runner(make_settings(str(model)))
     held = Snapshot()
-    before = quantized(fp8_model, runner)
+    before = quantized(model, runner)
     held.take(1, iter(before.items()))
     runner.run()
-    after = quantized(fp8_model, runner)
+    after = quantized(model, runner)
     about = VersionDelta(2, 1, "a", encoding, "xxh3-128")
     found = dict(before)
     for bucket, _ in write_buckets(about, held.deltas(about, iter(after.items())), 6_000):
@@ -154,8 +181,11 @@ def test_deltas_are_of_the_quantized_tensors(fp8_model: Path, encoding: str) -> 
     assert digests(found) == digests(after) != digests(before)
 
 
-def test_the_comparison_is_of_the_quantized_tensors(tmp_path: Path, engine: FakeEngine, updates_of: Updates) -> None:
-    model = write_fp8_model(tmp_path / "model")
+@pytest.mark.parametrize("kind", ["fp8 dense", "int4 dense"])
+def test_the_comparison_is_of_the_quantized_tensors(
+    tmp_path: Path, engine: FakeEngine, updates_of: Updates, kind: str
+) -> None:
+    model = MODELS[kind](tmp_path / "model")
     updates, runner = updates_of(model, check_weight_update_equal=True)
     updates.push(1)
     calls = [path for path, _ in engine.told()["calls"]]
@@ -171,10 +201,12 @@ def test_engines_with_another_config_get_plain_weights(
     assert engine.told()["held"] == {n: digest(t.bfloat16()) for n, t in runner.weights().items()}
 
 
-def test_both_backends_read_the_same_weights(fp8_model: Path) -> None:
-    values = dequantized(tensors_of(fp8_model), BLOCK)
+@pytest.mark.parametrize("kind", ["fp8 dense", "int4 dense", "int4 experts"])
+def test_both_backends_read_the_same_weights(tmp_path: Path, kind: str) -> None:
+    model = MODELS[kind](tmp_path)
+    values = dequantized(tensors_of(model), BLOCK)
     for backend, megatron in BACKENDS.items():
-        weights = Runner(make_settings(str(fp8_model), train_backend=backend), megatron=megatron).weights()
+        weights = Runner(make_settings(str(model), train_backend=backend), megatron=megatron).weights()
         assert weights.keys() == values.keys()
         assert all(torch.equal(tensor, values[name].bfloat16().float()) for name, tensor in weights.items())
 
@@ -190,10 +222,24 @@ def test_a_checkpoint_that_is_quantized_in_another_way_is_refused_at_the_start(m
         WeightSender(settings, alone(), runner.backend, rollout, tmp_path)
 
 
-def test_gpus_where_sglang_keeps_fp8_in_another_layout_are_refused() -> None:
-    for hopper_and_ada in ((9, 0), (8, 9)):
-        refuse_other_layouts(hopper_and_ada)
-    for number in ("10.0", "12.0", "8.0"):
+@pytest.mark.parametrize(
+    ("kind", "name", "possible", "others"),
+    [("fp8 dense", "FP8", "8.9 9.0", "8.0 10.0 12.0"), ("int4 dense", "INT4", "8.0 8.6 8.9 9.0", "7.5 10.0 12.0")],
+)
+def test_gpus_where_sglang_keeps_weights_in_another_layout_are_refused(
+    tmp_path: Path, kind: str, name: str, possible: str, others: str
+) -> None:
+    form = form_of(MODELS[kind](tmp_path))
+    assert form is not None
+
+    def check(number: str) -> None:
         major, minor = map(int, number.split("."))
-        with pytest.raises(NotAvailable, match=f"in FP8 to GPUs of compute capability {number} is not supported yet"):
-            refuse_other_layouts((major, minor))
+        refuse_other_layouts(form, (major, minor))
+
+    for number in possible.split():
+        check(number)
+    for number in others.split():
+        with pytest.raises(
+            NotAvailable, match=f"in {name} to GPUs of compute capability {number} is not supported yet"
+        ):
+            check(number)

@@ -1,7 +1,8 @@
-"""Reads tensors of a Hugging Face directory, or any part of one, in any dtype, with fp8 converted back.
+"""Reads tensors of a Hugging Face directory, or any part of one, in any dtype, with fp8 and int4 converted back.
 
 DeepSeek's fp8 checkpoints keep `NAME.weight` in float8 and, for every block of 128 x 128 of it, a factor in
-`NAME.weight_scale_inv`; read here, such a weight is bfloat16.
+`NAME.weight_scale_inv`; int4 checkpoints keep `NAME.weight_packed` and more in its place (`packed_weights.py`). Read
+here, such a weight is bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from slime.converters.convert.fp8 import SCALE_SUFFIX, grid
-from slime.converters.convert.quantization_config import block_size, quantization_of
+from slime.converters.convert.packed_weights import packed_weights, read_packed
+from slime.converters.convert.quantization_config import block_size, group_size, quantization_of
 from slime.converters.families.mapping import Parameter
 from slime.converters.files import rectangles
 from slime.converters.files.adapter import WEIGHTS_FILE
@@ -33,7 +35,7 @@ class HfSource:
     """The weights of a Hugging Face directory. weights: their headers. dtype(name): the dtype in which `load` reads a
     tensor by default.
 
-    Raises MissingFile, InvalidFile; NotAvailable for a quantisation other than fp8 in blocks.
+    Raises MissingFile, InvalidFile; NotAvailable for a quantisation other than fp8 in blocks and int4 in groups.
     """
 
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
@@ -47,29 +49,35 @@ class HfSource:
         self.scales = {
             name: name.removesuffix(SCALE_SUFFIX) for name in self.weights.tensors if name.endswith(SCALE_SUFFIX)
         }
-        self.block = self._block_size(config)
-        self._descriptors: dict[Path, int] = {}
-
-    def _block_size(self, config: Mapping[str, Any]) -> tuple[int, int] | None:
         quantization = quantization_of(config)
-        if quantization is None:
-            return None
-        block = block_size(quantization)
-        if block is None:
+        self.is_quantized = quantization is not None
+        self.block = block_size(quantization or {})
+        group = group_size(quantization or {})
+        if quantization is not None and self.block is None and group is None:
             method, size = quantization.get("quant_method"), quantization.get("weight_block_size")
             raise NotAvailable.unavailable(
                 f"quantization_config with quant_method {method!r} and weight_block_size {size!r}",
-                f"{self.path}/config.json has it; weights in blocks of fp8 and plain ones are read",
+                f"{self.path}/config.json has it; weights in blocks of fp8, in groups of symmetric int4 and plain ones "
+                "are read",
             )
-        return block
+        self.packed = {} if group is None else packed_weights(self.weights, group)
+        self.tensors = self._tensors()
+        self._descriptors: dict[Path, int] = {}
 
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Returns the tensors by name, without factors of fp8."""
-        return {name: tensor for name, tensor in self.weights.tensors.items() if name not in self.scales}
+    def _tensors(self) -> dict[str, TensorInfo]:
+        """Returns the tensors by name, without factors of fp8, and with the weights that packed tensors stand for."""
+        starts = {weight.packed.name: weight.whole for weight in self.packed.values()}
+        hidden = {info.name for weight in self.packed.values() for info in (weight.scale, weight.shape)}
+        found = {}
+        for name, tensor in self.weights.tensors.items():
+            if name in starts:
+                found[starts[name].name] = starts[name]
+            elif name not in self.scales and name not in hidden:
+                found[name] = tensor
+        return found
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of the tensor as it is read: the source's, bfloat16 for fp8. Raises NotAvailable."""
+        """Returns the dtype in which a tensor is read: the source's, bfloat16 for fp8 and int4. Raises NotAvailable."""
         kind = self._info(name).dtype
         if kind not in DTYPES:
             raise NotAvailable.unavailable(f"{name} of dtype {kind}", f"{self.path} holds it")
@@ -133,12 +141,15 @@ class HfSource:
 
     def read(self, name: str, index: Index, out: torch.Tensor) -> None:
         """Reads: `out[:] = tensor[index]` in the dtype of `out`. Raises NotFound, InvalidFile."""
+        if name in self.packed:
+            read_packed(self.packed[name], index, out, self._descriptor)
+            return
         info = self._info(name)
         stored = self._stored(info)
         if stored.dtype in FLOAT8:
             self._read_float8(name, stored, index, out)
         else:
-            rectangles.read(self._descriptors[info.file], stored, index, out)
+            rectangles.read(self._descriptor(info.file), stored, index, out)
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Reads a whole tensor into new memory."""
@@ -161,7 +172,7 @@ class HfSource:
             raise InvalidFile(f"{self.path}: {name} is fp8 and has no {name}{SCALE_SUFFIX}", field=name)
         scale = self.load(name + SCALE_SUFFIX, torch.float32)
         rows, columns = index
-        fd = self._descriptors[stored.file]
+        fd = self._descriptor(stored.file)
         tall, wide = self.block
         step = max(1, rectangles.BUFFER_BYTES // (4 * tall * max(1, columns.stop - columns.start))) * tall
         by_column = scale[:, torch.arange(columns.start, columns.stop) // wide]
@@ -175,14 +186,18 @@ class HfSource:
             first = last
 
     def _info(self, name: str) -> TensorInfo:
-        if name not in self.weights.tensors:
+        info = self.tensors.get(name) or self.weights.tensors.get(name)
+        if info is None:
             raise NotFound(f"{self.path}: no tensor {name}", field="name", value=name)
-        return self.weights.tensors[name]
+        return info
 
     def _stored(self, info: TensorInfo) -> Stored:
-        if info.file not in self._descriptors:
-            self._descriptors[info.file] = rectangles.open_file(info.file)
         return Stored(info.file, info.offset, DTYPES[info.dtype], info.shape)
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = rectangles.open_file(file)
+        return self._descriptors[file]
 
     def close(self) -> None:
         while self._descriptors:

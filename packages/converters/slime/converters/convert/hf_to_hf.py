@@ -92,7 +92,7 @@ def _write(
     like = None if max_shard_bytes else {name: info.file.name for name, info in source.tensors.items()}
     files = divide_into_files(tensors, like=like, max_bytes=max_shard_bytes or SHARD_BYTES)
     rows = vocab_size if "vocab_size" in config else None
-    changes = config_changes(was_fp8=source.block is not None, dtype=dtype, vocab_size=rows)
+    changes = config_changes(was_quantized=source.is_quantized, dtype=dtype, vocab_size=rows)
     adapter = adapter_files(source.path / ADAPTER_DIR)
     size = sum(tensor.num_bytes for tensor in tensors) + sum(file.stat().st_size for file in adapter) + SPARE_BYTES
     with whole_directory(target, WRITER, field="--output-dir", need_bytes=size, alone=True, source=mark) as partial:

@@ -101,7 +101,7 @@ def convert(
 
     megatron_args: model and parallel sizes that are set, by name; compared with the config before a tensor is read.
     model_name: the family, where that of config.json is not known.
-    dtype: of floating-point weights, the source's by default; fp8 becomes bfloat16.
+    dtype: of floating-point weights, the source's by default; fp8 and int4 become bfloat16.
     A `save` that was made of the same files with the same arguments is kept; `overwrite` replaces another conversion.
     Under torchrun every rank calls this and converts its share. Raises MissingFile, InvalidFile (tensors that are
     missing, unexpected or of another shape), InvalidSetting (contradictory flags, a `save` that holds something else),
@@ -279,7 +279,7 @@ def _describe_source(
 ) -> list[str]:
     """Writes `slime.json` and `hf/`, which the way back needs beside the tensors. Returns what is lost."""
     dtype = None if model.dtype is None else str(model.dtype).removeprefix("torch.")
-    changes = config_changes(was_fp8=source.block is not None, dtype=dtype)
+    changes = config_changes(was_quantized=source.is_quantized, dtype=dtype)
     copy_side_files(Path(model.path), directory / HF_DIR, changes)
     # A tensor that was widened to be stacked with others is narrow again in a Hugging Face directory.
     narrow = {

@@ -1,6 +1,6 @@
 """The quantization_config in a model's config.json: how its weights are quantized.
 
-Read and written: FP8 in blocks, by `fp8.py` and `quantized.py`. Needs no torch.
+Read and written: FP8 in blocks and INT4 in groups, by `fp8.py`, `int4.py` and `quantized.py`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,34 @@ def block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     return (block[0], block[1]) if all(type(size) is int and size > 0 for size in block) else None
 
 
+def group_size(quantization: Mapping[str, Any]) -> int | None:
+    """Returns the size of the groups of symmetric INT4 as compressed-tensors' `pack-quantized` has it, one for all
+    layers; None for another quantization."""
+    groups = quantization.get("config_groups")
+    if quantization.get("quant_method") != "compressed-tensors" or not isinstance(groups, Mapping) or not groups:
+        return None
+    sizes = {_group_size(group, quantization.get("format")) for group in groups.values()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _group_size(group: Any, form: Any) -> int | None:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return None
+    size = weights.get("group_size")
+    known = (
+        (group.get("format") or form) == "pack-quantized"
+        and (weights.get("num_bits"), weights.get("type", "int")) == (4, "int")
+        and weights.get("symmetric", True) is True
+        and weights.get("strategy") in ("group", None)
+        and not weights.get("actorder")
+        and not weights.get("dynamic")
+        and not group.get("input_activations")
+        and not group.get("output_activations")
+    )
+    return size if known and type(size) is int and size > 0 and size % 8 == 0 else None
+
+
 @dataclass(frozen=True)
 class Fp8Blocks:
     """A kind of FP8 in blocks. power_of_two: whether factors are rounded up to powers of two."""
@@ -44,7 +72,14 @@ class Fp8Blocks:
     power_of_two: bool = False
 
 
-def updatable(config: Mapping[str, Any], what: str) -> Fp8Blocks | None:
+@dataclass(frozen=True)
+class Int4Groups:
+    """INT4 with a scale for each `group` columns of a row."""
+
+    group: int
+
+
+def updatable(config: Mapping[str, Any], what: str) -> Fp8Blocks | Int4Groups | None:
     """Returns the quantization that new weights of a model get; None for a plain model.
 
     what: the checkpoint, for the error. Raises NotAvailable for a quantization that weights cannot be brought into.
@@ -52,11 +87,17 @@ def updatable(config: Mapping[str, Any], what: str) -> Fp8Blocks | None:
     quantization = quantization_of(config)
     if quantization is None:
         return None
+    group = group_size(quantization)
+    if group is not None:
+        return Int4Groups(group)
     block, method = block_size(quantization), quantization.get("quant_method")
     power_of_two = SCALE_FORMATS.get(str(quantization.get("scale_fmt")))
     if block is None:
         size = f" with weight_block_size {quantization.get('weight_block_size')}" if method == "fp8" else ""
-        reason = f"weight updates are quantized to FP8 in blocks, not to {quantization.get('format') or method}{size}"
+        reason = (
+            "weight updates are quantized to FP8 in blocks or to symmetric INT4 in groups, not to "
+            f"{quantization.get('format') or method}{size}{_groups(quantization)}"
+        )
     elif quantization.get("fmt") not in E4M3 or power_of_two is None:
         reason = (
             f"weight updates are quantized to e4m3 with factors in float or ue8m0, not as {dict(quantization)} has it"
@@ -68,3 +109,9 @@ def updatable(config: Mapping[str, Any], what: str) -> Fp8Blocks | None:
     raise NotAvailable.unavailable(
         f"{what} with quantization_config ({method})", reason, "the directory of the model in bfloat16"
     )
+
+
+def _groups(quantization: Mapping[str, Any]) -> str:
+    """Describes the groups of compressed-tensors' layers, for an error."""
+    groups = quantization.get("config_groups")
+    return "" if groups is None else f" with config_groups {groups}"

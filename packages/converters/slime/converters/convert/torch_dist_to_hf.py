@@ -293,7 +293,7 @@ def _source_files(checkpoint: TorchDist, origin: Path) -> dict[str, str]:
 def _config_changes(export: Export, origin: Path, tensors: dict[str, HfTensor]) -> dict[str, Any]:
     config, rows = read_config(origin), text_of(export.config)["vocab_size"]
     return config_changes(
-        was_fp8=bool(config.get("quantization_config")),
+        was_quantized=bool(config.get("quantization_config")),
         dtype=None if export.dtype is None else str(export.dtype).removeprefix("torch."),
         vocab_size=rows if rows != text_of(config)["vocab_size"] else None,
     )

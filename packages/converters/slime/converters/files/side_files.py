@@ -40,9 +40,9 @@ def copy_side_files(source: Path, target: Path, changes: Mapping[str, Any] | Non
             _change(target / "config.json", changes)
 
 
-def config_changes(*, was_fp8: bool, dtype: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
+def config_changes(*, was_quantized: bool, dtype: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
     """Returns the changes of config.json after a conversion. dtype, vocab_size: None if the same as before."""
-    changes: dict[str, Any] = {"quantization_config": None, "dtype": "bfloat16"} if was_fp8 else {}
+    changes: dict[str, Any] = {"quantization_config": None, "dtype": "bfloat16"} if was_quantized else {}
     return changes | {key: value for key, value in (("dtype", dtype), ("vocab_size", vocab_size)) if value is not None}
 
 

@@ -23,6 +23,9 @@ from slime.types.setting_values import flag_name
 if TYPE_CHECKING:
     from slime.launcher.config.run_config import RunConfig
 
+# A variable of the original system: its trainer computes with weights that are rounded to INT4.
+FAKE_INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
+
 Condition = Callable[[Mapping[str, Any]], Any]
 
 
@@ -323,8 +326,18 @@ def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
         on_time = config.launcher.fully_async and staleness_bound(config.flat) == 0
         yield from trainer.advice(config.trainer, asynchronous=asynchronous and not on_time)
         yield from other_defaults(config.trainer, config.explicit)
+        yield from _rounding_in_training()
     if not config.launcher.debug_train_only:
         yield from _lengths(config)
+
+
+def _rounding_in_training() -> Iterator[str]:
+    """Yields what a variable of the original system does not do, which its scripts for INT4 set."""
+    if os.environ.get(FAKE_INT4) == "1":
+        yield (
+            f"{FAKE_INT4}=1 has no effect: training does not round weights to INT4, only weight updates are rounded; "
+            "--use-tis weights the loss by the ratio of the two models' probabilities"
+        )
 
 
 def _one_file_for_all(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.converters.convert.quantization_config import block_size, quantization_of
+from slime.converters.convert.quantization_config import block_size, group_size, quantization_of
 from slime.launcher.plan.trainer_memory import BYTES, byte_size, kv_bytes
 from slime.rollout.engines.kind import EngineKind
 from slime.rollout.settings.rollout import RolloutSettings
@@ -44,15 +44,14 @@ def engine_memory(
     use = kind.memory(settings)
     dtype = use.dtype or str(config.get("dtype") or config.get("torch_dtype") or use.usual_dtype)
     width = BYTES.get(dtype, 2)
-    in_fp8 = kind.holds_fp8 and block_size(quantization_of(config) or {}) is not None
-    weight_width = 1 if in_fp8 else width
+    weight_width, weight_dtype = _weight_width(kind, config) or (width, dtype)
     weights = weight_width * parameters / use.gpus
     share = f" / {use.gpus}" if use.gpus > 1 else ""
     names = config.get("architectures")
     packed = on_cpu and any(name in names for name in use.packed_models) if isinstance(names, list) else False
     token = kv_bytes(config, use.gpus, width=1 if use.small_cache else width)
     lines = [
-        f"weights {byte_size(weights)} = {weight_width} x {parameters:,}{share} ({'fp8' if in_fp8 else dtype})",
+        f"weights {byte_size(weights)} = {weight_width:g} x {parameters:,}{share} ({weight_dtype})",
         *([f"packed for the CPU besides: {byte_size(PACKED_BYTES * parameters)} = 4 x {parameters:,}"] * packed),
         f"each token in the cache takes {byte_size(token)}",
     ]
@@ -70,3 +69,12 @@ def engine_memory(
         f"without the weights, room for {tokens:,} tokens"
     )
     return EngineMemory(weights, taken, tokens, tuple(lines))
+
+
+def _weight_width(kind: EngineKind, config: Mapping[str, Any]) -> tuple[float, str] | None:
+    """Returns the bytes of a weight with its share of the factors, and the name of its type; None for a plain model."""
+    quantization = (quantization_of(config) if kind.holds_quantized else None) or {}
+    if block_size(quantization) is not None:
+        return 1, "fp8"
+    group = group_size(quantization)
+    return None if group is None else (0.5 + BYTES["bf16"] / group, "int4")

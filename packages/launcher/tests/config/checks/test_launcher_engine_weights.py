@@ -76,16 +76,25 @@ def words_for(directory: Path, config: dict[str, Any]) -> list[str]:
     return [*words, "--num-rollout", "1", "--n-samples-per-prompt", "2"]
 
 
+def int4(**weights: Any) -> dict[str, Any]:
+    values = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
+    return INT4 | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": values}}}
+
+
 @pytest.mark.parametrize("inside", [(), ("text_config",)])
-def test_weights_in_fp8_are_updated_in_sglang_only(tmp_path: Path, inside: tuple[str, ...]) -> None:
-    config: dict[str, Any] = {"quantization_config": FP8}
+@pytest.mark.parametrize("quantization", [FP8, int4()], ids=["fp8", "int4"])
+def test_quantized_weights_are_updated_in_sglang_only(
+    tmp_path: Path, quantization: dict[str, Any], inside: tuple[str, ...]
+) -> None:
+    config: dict[str, Any] = {"quantization_config": quantization}
     for key in inside:
         config = {key: config}
     words = words_for(tmp_path, config)
     assert run_config.parse([*words, "--rollout-engine", "sglang"]).trainer.update_weight_quantization == "auto"
     embedded = [*words, "--rollout-engine", "embedded"]
     with pytest.raises(
-        NotAvailable, match=r"--hf-checkpoint .* and --rollout-engine embedded cannot be used .*quantized \(fp8\)"
+        NotAvailable,
+        match=rf"--hf-checkpoint .* and --rollout-engine embedded cannot be used .*\({quantization['quant_method']}\)",
     ) as caught:
         run_config.parse(embedded)
     assert caught.value.field == "--hf-checkpoint"
@@ -98,7 +107,10 @@ def test_weights_in_fp8_are_updated_in_sglang_only(tmp_path: Path, inside: tuple
     run_config.parse(embedded)
 
 
-@pytest.mark.parametrize("quantization", [INT4, FP8 | {"activation_scheme": "static"}, {"quant_method": "fp8"}])
+@pytest.mark.parametrize(
+    "quantization",
+    [INT4, int4(symmetric=False), int4(num_bits=8), FP8 | {"activation_scheme": "static"}, {"quant_method": "fp8"}],
+)
 def test_another_quantization_is_refused_where_updates_would_replace_it(
     tmp_path: Path, quantization: dict[str, Any]
 ) -> None:

@@ -181,8 +181,8 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     )
     update_weight_quantization: str = setting(
         "auto",
-        "Quantization of pushed weights; auto: FP8 in blocks of those weights that --hf-checkpoint holds in it; none: "
-        "no weight, for engines whose config.json is another one",
+        "Quantization of pushed weights; auto: FP8 in blocks or INT4 in groups of those weights that --hf-checkpoint "
+        "holds in it; none: no weight, for engines whose config.json is another one",
         choices=("auto", "none"),
     )
     update_weight_disk_dir: str | None = setting(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.converters.convert.quantized import QuantizedForm, form_of
+from slime.converters.convert.quantized import Fp8Form, QuantizedForm, form_of
 from slime.trainer.backends.base import Backend
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.checkpoints.hf_directory import as_dtype
@@ -74,7 +74,7 @@ class WeightSender:
         if settings.update_weight_quantization == "auto":
             self._form = form_of(settings.hf_checkpoint)
         if self._form is not None and backend.device.type == "cuda":
-            refuse_other_layouts(torch.cuda.get_device_capability(backend.device))
+            refuse_other_layouts(self._form, torch.cuda.get_device_capability(backend.device))
         # Kept from update to update, with the connections and buffers that they have built up.
         self._transports: dict[str, WeightTransport] = {}
         self._check: EqualityCheck | None = None
@@ -168,15 +168,17 @@ class WeightSender:
             self._check.close()
 
 
-def refuse_other_layouts(capability: tuple[int, int]) -> None:
-    """Raises NotAvailable for GPUs on which SGLang changes the layout of FP8 weights when it loads a model.
+def refuse_other_layouts(form: QuantizedForm, capability: tuple[int, int]) -> None:
+    """Raises NotAvailable for GPUs on which SGLang lays quantized weights out so that it cannot load them again.
 
-    It packs their factors for DeepGEMM on Blackwell, and the weights for Marlin on what is older than Ada.
+    It packs the factors of FP8 for DeepGEMM on Blackwell, and the weights for Marlin on what is older than Ada. INT4 is
+    laid out for Marlin, save on Blackwell, and the plug-in of slime-rollout loads such layers again.
     """
-    if not (8, 9) <= capability < (10, 0):
+    kind, oldest = ("FP8", (8, 9)) if isinstance(form, Fp8Form) else ("INT4", (8, 0))
+    if not oldest <= capability < (10, 0):
         raise NotAvailable.unavailable(
-            f"a weight update in FP8 to GPUs of compute capability {capability[0]}.{capability[1]}",
-            "SGLang changes the layout of FP8 there when it loads a model, and cannot load weights in FP8 again",
+            f"a weight update in {kind} to GPUs of compute capability {capability[0]}.{capability[1]}",
+            f"SGLang changes the layout of {kind} there when it loads a model, and cannot load weights in {kind} again",
             "the directory of the model in bfloat16",
         )
 

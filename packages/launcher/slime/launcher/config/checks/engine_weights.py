@@ -51,7 +51,7 @@ def check_plain_layers(args: Mapping[str, Any]) -> None:
 def refuse_quantized(directory: str, kind: EngineKind) -> None:
     """Raises NotAvailable if the model in `directory` is quantized and engines of `kind` would not hold it so."""
     quantization = quantization_of(_config(directory))
-    if quantization is not None and not kind.holds_fp8:
+    if quantization is not None and not kind.holds_quantized:
         raise NotAvailable.conflict(
             f"--hf-checkpoint {directory}", f"--rollout-engine {kind.name}",
             f"its weights are quantized ({quantization.get('quant_method')}), and {kind.title} takes updates of plain "

@@ -28,7 +28,7 @@ class SGLang(EngineKind):
     title = "SGLang"
     weight_transports = ("ipc", "nccl", "disk")
     delta_carriers = ("checkpoint",)
-    holds_fp8 = True
+    holds_quantized = True
     needs_gpu = True
     spans_nodes = True
     worker_types = (REGULAR, PREFILL, DECODE)

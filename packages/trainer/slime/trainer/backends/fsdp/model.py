@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slime.converters.convert.hf_source import HfSource
-from slime.converters.convert.quantization_config import block_size, quantization_of
+from slime.converters.convert.quantization_config import block_size, group_size, quantization_of
 from slime.trainer.backends.delta_net import FAMILIES, use_packed_delta_nets
 from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
@@ -57,7 +57,8 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
             "config": config, "dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True,
             "ignore_mismatched_sizes": other_head,
         }  # fmt: skip
-        if block_size(quantization_of(config.to_dict()) or {}) is None:
+        quantization = quantization_of(config.to_dict()) or {}
+        if block_size(quantization) is None and group_size(quantization) is None:
             model = model_class.from_pretrained(path, **how)
         else:
             model = _load_dequantized(model_class, path, **how)
@@ -76,9 +77,9 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
 
 
 def _load_dequantized(model_class: Any, path: str, *, config: Any, **how: Any) -> nn.Module:
-    """Loads a model in FP8 as a plain one, with the weights that a Megatron model has from the same directory.
+    """Loads a model in FP8 or INT4 as a plain one, with the weights that a Megatron model has from the same directory.
 
-    transformers would keep the weights in FP8 where the GPU can, and they would not train.
+    transformers would keep the weights quantized where it can, and they would not train.
     """
     source = HfSource(path, config.to_dict())
     try:

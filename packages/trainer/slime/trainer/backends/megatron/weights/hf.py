@@ -55,7 +55,7 @@ def hf_shapes(args: Mapping[str, Any], config: Config) -> dict[str, Shape]:
 def load_hf(chunks: Chunks, args: Mapping[str, Any], config: Config, hf_dir: str | Path) -> None:
     """Copies what this rank holds from the safetensors of `hf_dir`, slice by slice, converted to the model's dtypes.
 
-    Rows of padding become zeros, and so does a value head if `hf_dir` has none; fp8 in blocks is converted back. Raises
+    Rows of padding become zeros, and so does a value head if `hf_dir` has none; fp8 and int4 are converted back. Raises
     MissingFile, and InvalidFile naming the tensors that are missing, unexpected or of another shape.
     """
     parameters = table(args, config)
