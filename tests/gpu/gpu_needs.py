@@ -70,6 +70,42 @@ def write_fp8_qwen3(path: Path, **config: Any) -> str:
     return str(path)
 
 
+def write_int4_qwen3(path: Path, group: int, **config: Any) -> str:
+    """Writes a random model in INT4 in groups, as llm-compressor does: its projections, or with `num_experts` those of
+    its experts alone, as Kimi-K2-Thinking is; returns its directory."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    from slime.converters.convert import int4
+    from slime.converters.files.safetensors_dir import SafetensorsDir
+
+    torch.manual_seed(0)
+    kind = Qwen3MoeConfig if "num_experts" in config else Qwen3Config
+    AutoModelForCausalLM.from_config(kind(**config), dtype=torch.bfloat16).save_pretrained(path)
+    part, stored = (".experts." if "num_experts" in config else "_proj"), {}
+    for name, tensor in dict(SafetensorsDir(path)).items():
+        if part not in name:
+            stored[name] = tensor
+            continue
+        stored[name + int4.PACKED_SUFFIX], stored[name + int4.SCALE_SUFFIX] = int4.quantize(tensor, group)
+        stored[name + int4.SHAPE_SUFFIX] = torch.tensor(tensor.shape)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {
+        "actorder": None, "dynamic": False, "group_size": group, "num_bits": 4, "observer": "minmax",
+        "strategy": "group", "symmetric": True, "type": "int",
+    }  # fmt: skip
+    groups = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    plain = ["lm_head"] + (["re:.*self_attn.*", "re:.*mlp.gate$"] if "num_experts" in config else [])
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": groups},
+        "ignore": plain, "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(about))
+    return str(path)
+
+
 def write_words(path: Path, words: int) -> None:
     """Writes a tokenizer with a word for each token: w0, which pads, w1, which ends, w2 ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
