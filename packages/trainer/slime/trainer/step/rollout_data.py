@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slime.trainer.batching.packing import PackedBatch
-from slime.types.errors import InvalidField
+from slime.types.errors import InvalidField, PluginError, counted
+from slime.types.sample import Sample
 
 if TYPE_CHECKING:
     from slime.trainer.step.loss import Targets
     from slime.trainer.step.targets import Work
 
+ADVANTAGES_FLAG = "--custom-advantage-function-path"
 # Name in the dictionary -> attribute: tensors [R] of each sample, which a plug-in may replace or change in place.
 OF_TARGETS = {
     "advantages": "advantages", "returns": "returns", "log_probs": "old_log_probs", "ref_log_probs": "ref_log_probs",
@@ -38,6 +40,59 @@ def as_lists(batch: PackedBatch, targets: Targets | None) -> dict[str, Any]:
         "rewards": batch.rewards.tolist(), "response_lengths": batch.lengths, "total_lengths": batch.total_lengths,
         "sample_positions": batch.positions,
     }  # fmt: skip
+
+
+def set_advantages(
+    function: Callable[..., Any],
+    args: Any,
+    path: str | None,
+    batch: PackedBatch,
+    targets: Targets,
+    samples: Sequence[Sample],
+    kl: Tensor,
+) -> None:
+    """Calls `function(args, rollout_data)` with a micro-batch and reads its advantages, and with a critic its returns.
+
+    samples: of the micro-batch. kl: [K]. Tokens that do not train may have any value; one that is not finite becomes 0.
+    Raises PluginError, naming the flag, its `path` and the sample, for another number of values and for trained tokens
+    whose value is not finite.
+    """
+    data = as_lists(batch, targets) | {"kl": list(kl.split(batch.lengths))}
+    function(args, data)
+
+    def read(name: str) -> Tensor:
+        lists = data.get(name)
+        entries = list(lists) if isinstance(lists, Iterable) else None
+        if entries is None or len(entries) != len(samples):
+            got = f"is {lists!r}" if entries is None else f"has length {len(entries)}"
+            raise error(f"rollout_data[{name!r}] {got}", f"an entry for each of {counted(len(samples), 'sample')}")
+        return torch.cat([of_sample(name, number, values) for number, values in enumerate(entries)])
+
+    def of_sample(name: str, number: int, values: Any) -> Tensor:
+        length, mask = batch.lengths[number], batch.mask.split(batch.lengths)[number]
+        sample = f"rollout_data[{name!r}][{number}] (sample {samples[number].index})"
+        expected = f"a finite number for each of {counted(length, 'response token')}"
+        try:
+            found = torch.as_tensor(values).to(mask)
+        except (TypeError, ValueError, RuntimeError):
+            raise error(f"{sample} is a {type(values).__name__}", expected) from None
+        if list(found.shape) != [length]:
+            raise error(f"{sample} has shape {list(found.shape)}", expected)
+        broken = ~found.isfinite()
+        if bool((broken & (mask != 0)).any()):
+            token = int((broken & (mask != 0)).nonzero()[0])
+            raise error(f"{sample} is {float(found[token])} at response token {token}", expected)
+        return found.masked_fill(broken, 0.0)
+
+    def error(problem: str, expected: str) -> PluginError:
+        message = f"{ADVANTAGES_FLAG} {path}: {problem}, expected {expected}"
+        return PluginError(message, field=ADVANTAGES_FLAG, value=path, expected=expected)
+
+    targets.advantages = read("advantages")
+    if targets.values is not None and data.get("returns") is not None:
+        targets.returns = read("returns")
+    else:
+        targets.returns = targets.advantages if targets.values is None else targets.advantages + targets.values
 
 
 def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: list[Work]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -72,9 +72,8 @@ class Preparation:
         if not self.settings.compute_advantages_and_returns:
             return {}
         metrics = self._score_all(updates)
+        self.ranks.together(lambda: self._estimate_all(updates))
         pairs = [pair for work in updates for pair in work.pairs()]
-        for batch, targets in pairs:
-            self._estimate(batch, targets)
         if self.settings.use_opd:
             metrics |= self._distil(pairs)
         if self.settings.normalize_advantages:
@@ -194,7 +193,12 @@ class Preparation:
         local_versions = sorted(trained_versions(sample for work in updates for sample in work.samples.values()))
         return sorted({version for of_rank in self.ranks.gather(local_versions) for version in of_rank})
 
-    def _estimate(self, batch: PackedBatch, targets: Targets) -> None:
+    def _estimate_all(self, updates: list[Work]) -> None:
+        for work in updates:
+            for batch, targets in work.pairs():
+                self._estimate(batch, targets, work.samples)
+
+    def _estimate(self, batch: PackedBatch, targets: Targets, samples: Mapping[int, Sample]) -> None:
         """Sets advantages, before whitening, and returns."""
         s = self.settings
         kl = torch.zeros_like(batch.mask)
@@ -202,22 +206,17 @@ class Preparation:
             assert targets.old_log_probs is not None and targets.ref_log_probs is not None
             kl = approximate_kl(targets.old_log_probs, targets.ref_log_probs, s.kl_loss_type)
         if self._advantages is not None:
-            data = rollout_data.as_lists(batch, targets) | {"kl": list(kl.split(batch.lengths))}
-            self._advantages(self.args, data)
-            targets.advantages = torch.cat(list(data["advantages"])).to(batch.mask)
-            returns = data.get("returns") if targets.values is not None else None
-        else:
-            targets.advantages = self._estimator.advantages(
-                Rewards(
-                    batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma, lambd=s.lambd,
-                    values=targets.values,
-                )
-            )  # fmt: skip
-            returns = None
-        if returns is not None:
-            targets.returns = torch.cat(list(returns)).to(batch.mask)
-        else:
-            targets.returns = targets.advantages if targets.values is None else targets.advantages + targets.values
+            of_batch = [samples[position] for position in batch.positions]
+            path = s.custom_advantage_function_path
+            rollout_data.set_advantages(self._advantages, self.args, path, batch, targets, of_batch, kl)
+            return
+        targets.advantages = self._estimator.advantages(
+            Rewards(
+                batch.rewards, kl, batch.mask, batch.lengths, kl_coef=s.kl_coef, gamma=s.gamma, lambd=s.lambd,
+                values=targets.values,
+            )
+        )  # fmt: skip
+        targets.returns = targets.advantages if targets.values is None else targets.advantages + targets.values
 
     def _teacher_log_probs(self, work: Work) -> list[Tensor | None]:
         """[K] of each micro-batch; None without distillation."""
