@@ -125,6 +125,18 @@ def test_whitening_is_the_same_however_ranks_share_the_tokens(tokens: list[tuple
         assert out.tolist() == pytest.approx(whole[part].tolist(), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("masked", [math.nan, math.inf, -math.inf])
+def test_tokens_that_do_not_train_may_have_any_value(masked: float):
+    mask = f64(1, 0, 1, 1, 0)
+    usual, other = f64(0.1, 5.0, 0.2, 0.4, 5.0), f64(0.1, masked, 0.2, 0.4, masked)
+    whitened, expected = adv.whiten(other, mask), adv.whiten(usual, mask)
+    assert whitened[mask > 0].tolist() == expected[mask > 0].tolist()
+    returns = [
+        adv.reinforce_plus_plus(f64(2.0, -1.0), kl, mask, [3, 2], kl_coef=0.5, gamma=0.9) for kl in (usual, other)
+    ]
+    assert returns[1].tolist() == returns[0].tolist()
+
+
 def test_clipped_loss():
     ratio = [0.5, 1.0, 1.5, 0.5, 1.5, 4.0]
     advantage = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]

@@ -37,6 +37,15 @@ def unmask(args, rollout_id, rollout_data):
     for m in rollout_data["loss_masks"]:
         m.fill_(1)
 
+def drop(args, rollout_id, rollout_data, number=0.0):
+    for i, m in enumerate(rollout_data["loss_masks"]):
+        m[0] = 0
+        for name in ("advantages", "returns", "log_probs"):
+            rollout_data[name][i][0] = number
+
+def drop_broken(args, rollout_id, rollout_data):
+    drop(args, rollout_id, rollout_data, float("nan"))
+
 def cut(args, rollout_id, rollout_data):
     rollout_data["advantages"] = [a[:-1] for a in rollout_data["advantages"]]
 """
@@ -67,6 +76,17 @@ def test_tokens_that_are_masked_add_nothing_and_leave_the_denominators(model: st
     removed = Runner(make_settings(model)).run(3, samples)
     assert masked["train/grad_norm"] == pytest.approx(removed["train/grad_norm"], rel=1e-5)
     assert masked["train/pg_loss"] == pytest.approx(removed["train/pg_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_tokens_that_are_masked_may_have_numbers_that_are_not_finite(model: str, plugins: str, estimator: str):
+    found = []
+    for name in ("drop", "drop_broken"):
+        path = f"{plugins}:{name}"
+        settings = make_settings(model, rollout_data_postprocess_path=path, advantage_estimator=estimator)
+        metrics = Runner(settings).run(3)
+        found.append((metrics["train/grad_norm"], metrics["train/pg_loss"]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("name", "field"), [("unmask", "loss_masks"), ("cut", "advantages")])

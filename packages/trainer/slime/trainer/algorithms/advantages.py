@@ -23,7 +23,7 @@ def reinforce_plus_plus(
     """[K] discounted returns G_t = sum_{s>=t} gamma^(s-t) r_s, with r_t = -kl_coef * kl_t * m_t, plus rho at the last
     token whose mask is 1. Source: REINFORCE++ (arXiv:2501.03262). A sample without such a token has 0.
     """
-    token_rewards = -kl_coef * kl * mask
+    token_rewards = (-kl_coef * kl).where(mask != 0, 0.0)
     returns = []
     for reward, r, m in zip(rewards, token_rewards.split(list(lengths)), mask.split(list(lengths)), strict=True):
         trained = m.nonzero()
@@ -90,13 +90,15 @@ def discounted_returns(rewards: Tensor, gamma: float, chunk: int = 128) -> Tenso
 
 def whiten(advantages: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
     """[K] -> [K]: (A - mu) * rsqrt(var + 1e-8), moments over the tokens with mask 1 of every rank, var with Bessel's
-    correction. `all_reduce` adds a float64 tensor over ranks. Raises ValueError where no token has mask 1.
+    correction; other tokens may have any value. `all_reduce` adds a float64 tensor over ranks. Raises ValueError where
+    no token has mask 1.
     """
     values, weights = advantages.double(), mask.double()
-    total, count = all_reduce(torch.stack([(values * weights).sum(), weights.sum()])).unbind()
+    trained = values.where(mask != 0, 0.0)
+    total, count = all_reduce(torch.stack([trained.sum(), weights.sum()])).unbind()
     if count == 0:
         raise ValueError("whiten: no token of the step has loss mask 1")
     mean = total / count
-    squares = all_reduce(((values - mean).square() * weights).sum()[None])[0]
+    squares = all_reduce(((trained - mean).square() * weights).sum()[None])[0]
     variance = squares / (count - 1).clamp(min=1)
     return ((values - mean) * torch.rsqrt(variance + 1e-8)).to(advantages.dtype)

@@ -99,7 +99,8 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
     """Calls `function(args, rollout, rollout_data)` with all samples of this rank's replica, in all updates.
 
     The lists of OF_TARGETS and OF_BATCH are trained on as the function leaves them. A loss mask can lose tokens and
-    gain none; the divisor of a trajectory's mean stays. Raises InvalidField for lists of another form.
+    gain none; the divisor of a trajectory's mean stays. Numbers of tokens without may be anything. Raises InvalidField
+    for lists of another form.
     """
     places = [(work, i) for work in updates for i, batch in enumerate(work.batches) if batch is not None]
     # A replica may have no sample, where there are fewer than replicas: the plug-in finds lists all the same.
@@ -124,14 +125,16 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
         assert batch is not None and targets is not None
         chosen = slice(first, first + batch.num_samples)
         first = chosen.stop
-        for name, field in OF_TARGETS.items():
-            setattr(targets, field, _joined(name, data, chosen, batch))
         changed: dict[str, Any] = {field: _joined(name, data, chosen, batch) for name, field in OF_BATCH.items()}
         mask = changed["mask"]
         if mask is None or bool(((mask != 0) & (batch.mask == 0)).any()):
             raise InvalidField(
                 "loss_masks", None if mask is None else "a token more", "masks without tokens that were not trained"
             )
+        for name, field in OF_TARGETS.items():
+            values = _joined(name, data, chosen, batch)
+            # A gradient of 0 times NaN is NaN: a token that was masked must not keep the numbers it was masked for.
+            setattr(targets, field, values if values is None else values.where(values.isfinite() | (mask != 0), 0.0))
         work.batches[i] = dataclasses.replace(batch, weights=batch.weights * mask, **changed)
 
 
