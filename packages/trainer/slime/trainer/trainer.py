@@ -194,7 +194,7 @@ class Trainer:
             raise InvalidField("plan_json", plan.get("format"), f"a plan of format {FORMAT} (step {step})")
         if not self._convert:
             return plan, lambda positions: self.buffer.read_step(step, positions)
-        everywhere = share(samples, self.ranks.rank, 0, self.ranks.control) if self.ranks.control else samples
+        everywhere = share(samples, self.ranks, 0, self.ranks.control) if self.ranks.control else samples
         return plan, lambda positions: (everywhere[position] for position in positions)
 
     def _custom_rewards(self, step: int, summaries: Sequence[SampleSummary]) -> tuple[list[float], list[float]] | None:

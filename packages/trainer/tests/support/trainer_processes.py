@@ -25,7 +25,8 @@ def quick_cases(cases: dict[str, T], slow: set[str]) -> dict[str, T]:
 
 
 def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) -> list[str]:
-    """`script RANK WORLD_SIZE DIR ARGUMENTS` in `world_size` processes; what each wrote to stderr.
+    """`script RANK WORLD_SIZE DIR ARGUMENTS` in `world_size` processes; what each wrote to stderr. script: a name in
+    this directory, or a path.
 
     A failure is for the caller to find in DIR: where one rank fails others fail by it.
     """
@@ -35,7 +36,7 @@ def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) ->
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    path = str(Path(__file__).with_name(script))
+    path = str(Path(__file__).parent / script)
     processes = [
         subprocess.Popen(
             [sys.executable, path, str(rank), str(world_size), str(directory), *arguments],

@@ -47,12 +47,16 @@ class ReplicaReader:
             return [sample for _, sample in zip(positions, read(positions), strict=True)]
 
         samples = self._ranks.together(fetch)
-        return samples if self._group is None else share(samples, self._ranks.rank, self._source, self._group)
+        return samples if self._group is None else share(samples, self._ranks, self._source, self._group)
 
 
-def share(samples: list[Sample], rank: int, source: int, group: dist.ProcessGroup) -> list[Sample]:
-    """Returns the samples of rank `source`, on every rank of `group`, a group on the CPU."""
-    encoded = [encode_sample(sample) for sample in samples] if rank == source else []
+def share(samples: list[Sample], ranks: Ranks, source: int, group: dist.ProcessGroup) -> list[Sample]:
+    """Returns the samples of rank `source`, on every rank of `group`, a group on the CPU. Called by all of `ranks`.
+
+    Raises InvalidField, on all of them, for a sample that cannot travel.
+    """
+    sends = ranks.rank == source
+    encoded = ranks.together(lambda: [encode_sample(sample) for sample in samples] if sends else [])
     count = torch.tensor([len(encoded)])
     dist.broadcast(count, source, group=group)
     sizes = torch.tensor([len(e) for e in encoded]) if encoded else torch.zeros(int(count), dtype=torch.int64)
@@ -62,6 +66,6 @@ def share(samples: list[Sample], rank: int, source: int, group: dist.ProcessGrou
         data = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
     if len(data):
         dist.broadcast(data, source, group=group)
-    if rank == source:
+    if sends:
         return samples
     return [decode_sample(part.numpy().tobytes()) for part in data.split(sizes.tolist())] if len(sizes) else []
