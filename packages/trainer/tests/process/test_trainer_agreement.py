@@ -22,6 +22,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("unencodable", 0, "InvalidField: multimodal_train_inputs"),
         ("advantages", 1, "PluginError: --custom-advantage-function-path"),
+        ("export-cut", 0, "model.safetensors: cut short"),
+        ("export-cut-meanwhile", 0, "model.safetensors: "),
     ],
 )
 def test_ranks_fail_together_and_stay_in_step(results: dict[str, Any], case: str, failing: int, words: str):
@@ -29,3 +31,9 @@ def test_ranks_fail_together_and_stay_in_step(results: dict[str, Any], case: str
     assert words in own and words in told
     assert f"rank {failing}: " in told and f"rank {failing}: " not in own
     assert in_step == also_in_step == [0, 1]
+
+
+def test_frozen_weights_are_exported_as_their_files_have_them(results: dict[str, Any]):
+    first, second = results["export"]
+    assert first == ["no error", [0, 1], True]
+    assert second == ["no error", [0, 1]]

@@ -5,6 +5,7 @@ Numbers and errors travel as tensors over a gloo group on the CPU, never as pick
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -112,15 +113,18 @@ class Ranks:
         """Runs `work()` on rank 0, fed by collective `streams` that other ranks run, too; all fail if it fails."""
 
         def run() -> T | None:
-            try:
+            with contextlib.ExitStack() as at_the_end:
+                # Even if `work` or a stream failed, the ranks have to make the same collective calls.
+                for stream in reversed(streams) if self.world_size > 1 else ():
+                    at_the_end.callback(_exhaust, stream)
                 return work() if self.rank == 0 else None
-            finally:
-                # Even if `work` failed, the ranks have to make the same collective calls.
-                for stream in streams if self.world_size > 1 else ():
-                    for _ in stream:
-                        pass
 
         return self.together(run)
+
+
+def _exhaust(stream: Iterator[Any]) -> None:
+    for _ in stream:
+        pass
 
 
 def _process_groups(name: str | None, device_type: str, world_size: int) -> str:

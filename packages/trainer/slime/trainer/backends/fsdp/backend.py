@@ -327,7 +327,7 @@ class FsdpBackend(Backend):
                 yield from self._in_files(name, self._whole(name, tensor, dtype))
             return
         exact = dtype is None and (everywhere or self.ranks.rank == 0)
-        model = ModelTensors(self._weights(), self._adapter_weights(), self._whole, self._in_files)
+        model = ModelTensors(self._weights(), self._adapter_weights(), self._whole, self._in_files, self.ranks.together)
         yield from self.adapters.named_weights(model, dtype, self.settings.hf_checkpoint if exact else None)
 
     def _whole(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -55,21 +55,30 @@ class LoraLinear(nn.Linear):
 
 class ModelTensors(NamedTuple):
     """The tensors of a model with adapters, this rank's part of each, and functions that make them whole. updates: A
-    and B. whole: gets a name, a tensor and a dtype, or None. in_files: gives the tensors that files have for one."""
+    and B. whole: gets a name, a tensor and a dtype, or None. in_files: gives the tensors that files have for one.
+    together: raises on every rank what its argument raises on one."""
 
     weights: NamedTensors
     updates: Mapping[str, Tensor]
     whole: Callable[[str, Tensor, torch.dtype | None], Tensor]
     in_files: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+    together: Callable[[Callable[[], None]], None]
 
 
 class _BaseFiles:
-    """The frozen weights as their files have them. directory: None to take none from there."""
+    """The frozen weights as their files have them. directory: None to take none from there.
+
+    A rank that cannot read has to go on with the collective calls of the others: `check` raises the error, at the end.
+    """
 
     def __init__(self, directory: str | None) -> None:
         self._source: HfSource | None = None
+        self._error: Exception | None = None
         if directory is not None:
-            self._source = HfSource(directory, json.loads((Path(directory) / "config.json").read_text()))
+            try:
+                self._source = HfSource(directory, json.loads((Path(directory) / "config.json").read_text()))
+            except Exception as error:  # for `check`
+                self._error = error
 
     def __enter__(self) -> _BaseFiles:
         return self
@@ -78,11 +87,23 @@ class _BaseFiles:
         if self._source is not None:
             self._source.close()
 
+    def check(self) -> None:
+        """Raises the first error of reading."""
+        if self._error is not None:
+            raise self._error
+
     def exact(self, name: str, tensor: Tensor) -> Tensor:
         """Returns the tensor, or the one in the files if it was rounded to bfloat16."""
-        source = self._source
-        if source is None or tensor.dtype != torch.bfloat16:
+        if self._source is None or self._error is not None or tensor.dtype != torch.bfloat16:
             return tensor
+        try:
+            return self._read(self._source, name, tensor)
+        except Exception as error:  # for `check`
+            self._error = error
+            return tensor
+
+    @staticmethod
+    def _read(source: HfSource, name: str, tensor: Tensor) -> Tensor:
         if name not in source.weights.tensors:
             log.warning("%s is written in bfloat16, as it is computed with: %s has none of its name", name, source.path)
             return tensor
@@ -135,6 +156,7 @@ class Adapters:
                 a, b = (model.whole(part, model.updates[part], dtype) for part in parts)
                 merged = self.merged(frozen, a, b)
                 yield from model.in_files(name, merged if dtype is None else merged.to(dtype))
+            model.together(files.check)
 
     @contextmanager
     @torch.no_grad()
