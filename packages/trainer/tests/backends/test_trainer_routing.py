@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from trainer_processes import results_of
 from trainer_routing import CASES, EXPERTS, LAYERS, TOP_K, samples, weight_of
-from trainer_tiny import Runner, make_settings, write_model
+from trainer_tiny import Runner, make_samples, make_settings, write_model
 
 from slime.trainer.backends.routing import LayerRouting, RoutingReplay
 from slime.trainer.batching.packing import check_experts, pack
@@ -164,6 +164,26 @@ def test_experts_of_another_form_are_named() -> None:
     removed = samples()[0]
     removed.rollout_routed_experts, removed.remove_sample = None, True
     check_experts(removed, LAYERS, TOP_K, EXPERTS)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_experts_are_kept_for_one_iteration_where_only_the_critic_trains(models: Path, backend: str) -> None:
+    values: dict[str, Any] = {"advantage_estimator": "ppo", "num_critic_only_steps": 3, "train_backend": backend}
+    runner = Runner(make_settings(str(models / "experts"), use_routing_replay=True, max_tokens_per_gpu=20, **values))
+    replay = runner.backend.routing
+    assert replay is not None
+    recorded = replay._recorded
+    rows, most = set(), 0
+    for step in range(4):
+        metrics = runner.run(step, make_samples(step)[step:])
+        rows |= set(recorded)
+        assert ("train/pg_loss" in metrics) == (step == 3)
+        kept = [position for _, *positions in recorded for position in positions]
+        assert len(set(kept)) == len(kept)
+        assert bool(kept) == (step < 3)
+        most = max(most, len(recorded))
+    # Rows differ from iteration to iteration.
+    assert len(rows) > most
 
 
 @pytest.mark.parametrize("flag", ["use_routing_replay", "use_rollout_routing_replay"])

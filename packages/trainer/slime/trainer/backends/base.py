@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from slime.trainer.backends.routing import RoutingReplay
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.checkpoints.adapter import Adapter
 from slime.trainer.checkpoints.hf_directory import NamedTensors
@@ -87,6 +88,8 @@ class Backend(abc.ABC):
     needs_every_sample: bool = False
     # The shape of the engine's choice of experts, where it is replayed.
     replayed_experts: Experts | None = None
+    # Replays the experts of the policy; None where each pass chooses by itself.
+    routing: RoutingReplay | None = None
     # Joins the images of samples for the model; None if it reads text alone.
     vision: Vision | None = None
     # A replica's number of micro-batches has to be a multiple of this.

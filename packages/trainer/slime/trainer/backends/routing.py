@@ -77,8 +77,8 @@ def replays_routing(settings: TrainerSettings, experts: bool) -> bool:
 class RoutingReplay:
     """The routers of a model, and what they chose.
 
-    from_rollout: whether samples bring the experts. Calls of a pass: `scores` or `trains` once, then for each row
-    `begin`, its forward pass, and `end`.
+    from_rollout: whether samples bring the experts. Calls of an iteration: `begin_iteration`, then in each pass
+    `scores` or `trains` once, and for each row `begin`, its forward pass, and `end`.
     """
 
     def __init__(self, layers: Sequence[LayerRouting], *, from_rollout: bool) -> None:
@@ -87,6 +87,10 @@ class RoutingReplay:
         # Positions of a row's samples -> [t, k] of each layer. Rows that train are rows that were scored.
         self._recorded: dict[tuple[int, ...], list[Tensor]] = {}
         self.training = False
+
+    def begin_iteration(self) -> None:
+        """Forgets what no pass has trained on: where only a critic trains, or an iteration failed, that is all."""
+        self._recorded.clear()
 
     def scores(self) -> None:
         """Begins a pass that computes log-probs of the policy."""

@@ -91,6 +91,8 @@ class TrainStep:
         Sets `log_probs` to those of the samples at `positions`, as far as this rank leads the replica that has them.
         """
         self._scored.clear()
+        if self.backend.routing is not None:
+            self.backend.routing.begin_iteration()
         clock, step = _Clock(), plan["step"]
         with clock.measure("perf/train_time"), self._profiler.trace("train_overall", step):
             with clock.measure("perf/train_data_time"):

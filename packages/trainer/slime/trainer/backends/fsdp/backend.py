@@ -87,11 +87,11 @@ class FsdpBackend(Backend):
         self._engine = self._engine_forward(policy.config)
         if settings.gradient_checkpointing and self._engine is None:
             loading.enable_recomputation(policy)
-        self._routing = replay_of(policy, settings) if self._replays_routing else None
-        if self._routing is not None and settings.use_rollout_routing_replay:
+        self.routing = replay_of(policy, settings) if self._replays_routing else None
+        if self.routing is not None and settings.use_rollout_routing_replay:
             self.replayed_experts = experts_of(policy.config.to_dict())
         # Replayed experts change with each row, and compiled layers do not see that.
-        compiles = settings.compile and self._routing is None
+        compiles = settings.compile and self.routing is None
         self._compiler = Compiler(settings.activation_memory_budget) if compiles else None
         bf16_copy = self._keeps_weights_whole()
         self._cut = ranks.world_size > 1 and not bf16_copy
@@ -230,14 +230,14 @@ class FsdpBackend(Backend):
                 raise WrongState("no teacher was loaded")
             return self._passes.scores(self.teacher, batches, entropy)
         if of == POLICY:
-            return self._passes.scores(self.policy, batches, entropy, self._routing)
+            return self._passes.scores(self.policy, batches, entropy, self.routing)
         if of in self.snapshots:
             others = self.snapshots.swapped_in(of)
         elif of == REFERENCE and self._reference_is_base and self.adapters is not None:
             others = self.adapters.switched_off()
         else:
             raise WrongState("no reference model was loaded" if of == REFERENCE else f"no weights were kept as {of}")
-        replay = self._routing
+        replay = self.routing
         if of == REFERENCE and replay is not None:
             # As a model of its own it chooses experts by itself, and what the policy chose stays recorded.
             replay.scores()
@@ -266,14 +266,14 @@ class FsdpBackend(Backend):
     def forward_backward(
         self, batches: Sequence[MaybeBatch], loss: LossFunction, *, entropy: str = "none", logits: bool = False
     ) -> None:
-        if self._routing is not None:
-            self._routing.trains()
+        if self.routing is not None:
+            self.routing.trains()
         for number, batch in enumerate(batches):
-            if self._routing is not None:
-                self._routing.begin(batch, batch.experts if batch is not None else None)
+            if self.routing is not None:
+                self.routing.begin(batch, batch.experts if batch is not None else None)
             self._passes.forward_backward(self.policy, number, batch, loss, entropy, logits)
-            if self._routing is not None:
-                self._routing.end(batch)
+            if self.routing is not None:
+                self.routing.end(batch)
 
     def optimizer_step(self) -> tuple[float, float]:
         lr = learning_rate(self.settings, self.updates)

@@ -115,8 +115,8 @@ class MegatronBackend(Backend):
         self.optimizer = Optimizer(self.chunks, self.args, settings)
         self.optimizer.zero_grad()
         replays = self._replays_routing and replays_routing(settings, bool(self.transformer.num_moe_experts))
-        replay = routing.attach(chunks, from_rollout=settings.use_rollout_routing_replay) if replays else None
         if replays:
+            self.routing = routing.attach(chunks, from_rollout=settings.use_rollout_routing_replay)
             # It chooses inside a kernel.
             self.transformer.moe_router_fusion = False
         if replays and settings.use_rollout_routing_replay:
@@ -127,7 +127,7 @@ class MegatronBackend(Backend):
             self.chunks, self.transformer, scoring, device,
             row_multiple=math.lcm(settings.data_pad_size_multiplier, fp8.row_multiple(self.transformer)),
             recompute=settings.recompute_loss_function,
-            fused=FusedLogProbs(compiler.function) if compiler is not None else None, routing=replay,
+            fused=FusedLogProbs(compiler.function) if compiler is not None else None, routing=self.routing,
             image_token=self.vision.image_token if self.vision is not None else -1,
         )  # fmt: skip
         self.can_share_prompts = self._can_share_prompts()
