@@ -14,7 +14,7 @@ from trainer_tiny import Turn, prefixes_of, prompt_lengths, sample_of, turn_samp
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.runs import Runs
 from slime.trainer.batching.schedule import Lengths
-from slime.trainer.batching.trunks import MOST_CUTS, Trunk, cuts_of, digests_at, thinned
+from slime.trainer.batching.trunks import MOST_CUTS, Trunk, cuts_of, digests_at, prompt_digest, thinned
 from slime.types import Sample
 
 
@@ -192,6 +192,16 @@ def test_other_experts_nuclei_or_images_are_not_shared():
     assert [trunk.tokens for trunk in prefixes_of(both).trunks([0, 1]).values()] == [5, 5]
     other.multimodal_train_input_id = "b"
     assert prefixes_of(both).trunks([0, 1]) == {}
+
+
+def test_prompts_whose_images_are_not_known_differ_from_each_other_on_every_rank():
+    def sample(images: float) -> Sample:
+        return Sample(tokens=[1, 2, 3], response_length=1, multimodal_train_inputs={"pixel_values": np.full(1, images)})
+
+    # Each sample is freed before the next one, as those of other ranks are not in this process: addresses repeat.
+    digests = [prompt_digest(sample(position), position) for position in range(4)]
+    assert len(set(digests)) == 4
+    assert prompt_digest(sample(0.0), 0) == digests[0]
 
 
 def test_a_loss_mask_that_changes_at_every_token_gives_few_cuts():

@@ -65,11 +65,11 @@ def first_tokens(sample: Sample, length: int) -> tuple[bytes, str | None] | None
     return np.asarray(sample.array("tokens")[:length], dtype=np.int32).tobytes(), sample.multimodal_train_input_id
 
 
-def prompt_digest(sample: Sample) -> str:
-    """Returns a text that differs where prompts differ."""
+def prompt_digest(sample: Sample, position: int) -> str:
+    """Returns a text that differs where prompts differ. position: of the sample in the step, the same on every rank."""
     prompt = first_tokens(sample, len(sample.array("tokens")) - sample.response_length)
     if prompt is None:
-        return f"alone {id(sample)}"
+        return f"alone {position}"
     return hashlib.blake2b(prompt[0], key=(prompt[1] or "").encode()[:64], digest_size=12).hexdigest()
 
 

@@ -27,7 +27,7 @@ def compare(
     sets = _groups_of_updates(plan)
     wanted = {*lengths.shared(), *(p for members in sets for p in members)}
     known = {p: s for p, s in samples.items() if p in wanted} if backend.leads_replica else {}
-    told = _gathered(ranks, {p: [prompt_digest(s), cuts_of(s)] for p, s in known.items()})
+    told = _gathered(ranks, {p: [prompt_digest(s, p), cuts_of(s)] for p, s in known.items()})
     lengths = lengths.split_prompts({p: digest for p, (digest, _) in told.items()}) or lengths
     chosen: list[list[int]] = []
     cuts: list[list[int]] = []
