@@ -99,3 +99,30 @@ def test_a_failed_save_leaves_nothing(saves: Path, models: Path, tmp_path: Path)
         checkpoints.save(tmp_path / "iter_0000000", checkpoint.TrainerState(step=0))
         checkpoints.finish(wait=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_is_complete_where_the_file_that_names_the_newest_cannot_be_written(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
+):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.mkdir()
+    backend = backend_of(models, async_save=asynchronous)
+    checkpoints = open_checkpoints(backend.settings, backend, alone(), models / "dense")
+    path = tmp_path / "iter_0000004"
+    checkpoints.save(path, checkpoint.TrainerState(step=4))
+    assert checkpoints.finish(wait=True) == 4
+    assert checkpoint.read_state(str(path)).step == 4
+    assert got_weights(models, path) == got_weights(models, None)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{path} is complete" in warning and str(tracker) in warning
+    # Once there is room, the next checkpoint is named again.
+    tracker.rmdir()
+    checkpoints.save(tmp_path / "iter_0000005", checkpoint.TrainerState(step=5))
+    assert checkpoints.finish(wait=True) == 5
+    assert tracker.read_text() == "5"
+
+
+def got_weights(models: Path, load: Path | None) -> dict[str, list[float]]:
+    backend = backend_of(models, **({} if load is None else {"load": str(load)}))
+    return {name: weight.flatten().tolist() for name, weight in backend.named_weights()}

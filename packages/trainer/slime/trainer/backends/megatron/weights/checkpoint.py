@@ -6,7 +6,7 @@
                                                             `slime-convert torch-dist-to-hf` needs nothing else
       trainer.json, data_place.jsonl                        where the run stands, in its updates and in its data
       critic/                                               the same of a critic, without hf/ and a place
-    latest_checkpointed_iteration.txt                       the newest
+    latest_checkpointed_iteration.txt                       the newest; a warning says where it could not be written
 
 Every rank writes the parts that it alone has, into a file of its own; the first rank joins them, and only then does the
 directory get its name. With --async-save the writing goes on beside training, from copies in host memory.
@@ -41,6 +41,7 @@ from slime.trainer.checkpoints.checkpoint import (
 from slime.trainer.checkpoints.hf_directory import WRITER, copy_side_files
 from slime.trainer.process.collective import Ranks
 from slime.types.directories import WholeDirectory, path_errors
+from slime.types.errors import InvalidSetting, OutOfSpace
 from slime.types.files import write_whole
 
 log = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ class TorchDistCheckpoints:
                         write_metadata(job.partial / name, chunks)
                 files = {Path(name, chunk.file).as_posix() for name, chunks in joined for chunk in chunks}
                 job.directory.complete(WRITER, files=files)
-                write_whole(job.directory.path.parent / TRACKER, str(job.step))
+                _name_newest(job.directory.path, job.step)
 
         try:
             self._ranks.together(complete)
@@ -269,6 +270,18 @@ class TorchDistCheckpoints:
                 job.thread.join()
             if job.directory is not None:
                 job.directory.discard()
+
+
+def _name_newest(path: Path, step: int) -> None:
+    """Names the checkpoint at `path`, which is complete, in the file beside it. Without that it counts all the same."""
+    tracker = path.parent / TRACKER
+    try:
+        write_whole(tracker, str(step))
+    except (InvalidSetting, OutOfSpace) as error:
+        log.warning(
+            "%s is complete, but %s does not name it as the newest checkpoint: %s; give --load %s to resume from it",
+            path, tracker, error, path,
+        )  # fmt: skip
 
 
 def _write(
