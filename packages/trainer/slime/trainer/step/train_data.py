@@ -9,7 +9,7 @@
     loss_masks            a number for each response token
     raw_reward            for metrics; default: `rewards`
     truncated             true for a response that was cut off; default: false
-    sample_indices        index of the sample that each comes from; default: in order
+    sample_indices        index of the sample that each comes from; default: in order, where there are as many
     rollout_ids           equal for the samples of one trajectory; default: each is one
     rollout_mask_sums     divisor of the mean over a trajectory's tokens; default: the sum of its masks
     rollout_log_probs     the engine's, a number for each response token; default: none
@@ -74,17 +74,50 @@ def converted(data: Any, sources: Sequence[Sample]) -> Converted:
     for name in (*REQUIRED, *OPTIONAL):
         if data.get(name) is not None and len(data[name]) != number:
             raise InvalidField(f"train data[{name!r}]", len(data[name]), f"{number}, the number of entries of tokens")
-    by_index = {sample.index: sample for sample in sources if sample.index is not None}
-    samples = [_sample(data, i, by_index) for i in range(number)]
-    rewards = [_number("rewards", value) for value in data["rewards"]]
+    by_index: dict[int | None, list[Sample]] = {}
+    for source in sources:
+        by_index.setdefault(source.index, []).append(source)
+    samples = [_sample(data, i, _origin(data, i, sources, by_index)) for i in range(number)]
+    rewards = [_number("rewards", i, value) for i, value in enumerate(data["rewards"])]
     raw = data.get("raw_reward")
     sums = data.get("rollout_mask_sums")
     return Converted(
         samples,
-        rewards if raw is None else [_number("raw_reward", value) for value in raw],
+        rewards if raw is None else [_number("raw_reward", i, value) for i, value in enumerate(raw)],
         rewards,
-        None if sums is None else [int(_number("rollout_mask_sums", value)) for value in sums],
+        None if sums is None else [_count("rollout_mask_sums", i, value) for i, value in enumerate(sums)],
     )
+
+
+def _origin(
+    data: Mapping[str, Any], i: int, sources: Sequence[Sample], by_index: Mapping[int | None, list[Sample]]
+) -> Sample | None:
+    """Returns the sample that row `i` comes from, None where that is not known.
+
+    Raises InvalidField where it is not known, and the row is to have its images.
+    """
+    if data.get("sample_indices") is None:
+        if len(data["tokens"]) == len(sources):
+            return sources[i]
+        if data.get("multimodal_train_inputs") is None and any(sample.multimodal_train_inputs for sample in sources):
+            raise InvalidField(
+                "train data['sample_indices']", None,
+                f"the index of the sample that each of {counted(len(data['tokens']), 'row')} comes from, for its "
+                f"images: there are {counted(len(sources), 'sample')}",
+            )  # fmt: skip
+        return None
+    index = int(data["sample_indices"][i])
+    found = by_index.get(index, [])
+    if len(found) > 1:
+        # The samples of a trajectory have one index.
+        same = [sample for sample in found if np.array_equal(sample.array("tokens"), data["tokens"][i])]
+        if not same and data.get("multimodal_train_inputs") is None and any(s.multimodal_train_inputs for s in found):
+            raise InvalidField(
+                f"train data['multimodal_train_inputs'][{i}]", None,
+                f"the inputs made of its images: {counted(len(found), 'sample')} have index {index}, none its tokens",
+            )  # fmt: skip
+        found = same
+    return found[0] if found else None
 
 
 def _mask(values: Any, i: int) -> np.ndarray:
@@ -98,15 +131,17 @@ def _mask(values: Any, i: int) -> np.ndarray:
     return mask.astype(np.uint8)
 
 
-def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> Sample:
+def _sample(data: Mapping[str, Any], i: int, source: Sample | None) -> Sample:
     def entry(name: str, default: Any = None) -> Any:
         return default if data.get(name) is None else data[name][i]
 
-    index, rollout = entry("sample_indices", i), entry("rollout_ids")
+    index, rollout = entry("sample_indices"), entry("rollout_ids")
+    if index is None:
+        index = i if source is None else source.index
     sample = Sample(
-        index=int(index),
+        index=None if index is None else int(index),
         rollout_id=None if rollout is None else int(rollout),
-        tokens=np.asarray(entry("tokens"), dtype=np.int32),  # type: ignore[arg-type]
+        tokens=entry("tokens"),
         response_length=int(entry("response_lengths")),
         loss_mask=_mask(entry("loss_masks"), i),  # type: ignore[arg-type]
         rollout_log_probs=entry("rollout_log_probs"),
@@ -123,7 +158,6 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
             raise InvalidField(
                 f"train data[{name!r}][{i}]", len(values), f"response_lengths[{i}] = {sample.response_length} numbers"
             )
-    source = by_index.get(sample.index) if sample.index is not None else None
     if source is not None and source.response_length == sample.response_length:
         sample.spans, sample.weight_versions = source.spans, source.weight_versions
         if np.array_equal(source.array("tokens"), sample.array("tokens")):  # type: ignore[arg-type]
@@ -136,11 +170,21 @@ def _sample(data: Mapping[str, Any], i: int, by_index: Mapping[int, Sample]) -> 
     return sample
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, i: int, value: Any) -> float:
     try:
-        return float(value)
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
-        raise InvalidField(f"train data[{name!r}]", value, "numbers") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidField(f"train data[{name!r}][{i}]", value, "a finite number")
+    return number
+
+
+def _count(name: str, i: int, value: Any) -> int:
+    number = _number(name, i, value)
+    if not number.is_integer():
+        raise InvalidField(f"train data[{name!r}][{i}]", value, "a whole number")
+    return int(number)
 
 
 def processed_rewards(answer: Any, count: int) -> tuple[list[float], list[float]]:
