@@ -19,10 +19,13 @@ from slime.trainer.backends.base import Outputs
 from slime.trainer.batching.packing import PackedBatch
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.trainer.step.custom_loss import CustomLoss
+from slime.types.errors import PluginError
 from slime.types.plugins import load_setting
 from slime.types.sample import Sample
 
 Sums = dict[str, Any]
+TIS_FLAG = "--custom-tis-function-path"
+REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 
 # Sums over the whole update's weights: the terms of the loss. All others are means.
 LOSS_TERMS = frozenset({"loss", "pg_loss", "kl_loss"})
@@ -161,7 +164,7 @@ class Loss:
         else:
             masks = list(mask.split(batch.lengths))
             reduce = self._reducer(batch.total_lengths, batch.lengths, masks, s.calculate_per_token_loss)
-            pg = reduce(pg_loss) / denominator
+            pg = _reduced(reduce(pg_loss), s.custom_pg_loss_reducer_function_path) / denominator
         loss, terms = pg, {"pg_loss": pg}
         if outputs.entropy is not None:
             tokens["entropy_loss"] = outputs.entropy
@@ -200,12 +203,45 @@ class Loss:
         lengths, of_engine = batch.lengths, batch.rollout_log_probs
         # A sample that trains nothing may have none, and a function may multiply by the mask: NaN would stay.
         of_engine = torch.where(of_engine.isnan() & (batch.mask == 0), old, of_engine)
-        pg_loss, masks, metrics = self._tis(
+        answer = self._tis(
             args=self.args, pg_loss=pg_loss, train_log_probs=list(old.split(lengths)),
             rollout_log_probs=list(of_engine.split(lengths)), loss_masks=list(batch.mask.split(lengths)),
             total_lengths=batch.total_lengths, response_lengths=lengths,
         )  # fmt: skip
-        return pg_loss, torch.cat(list(masks)).to(batch.mask), metrics
+        return _corrected(answer, s.custom_tis_function_path, batch.mask)
+
+
+def _corrected(answer: Any, path: str | None, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Reads (loss [K], loss masks of samples, metrics: [K] or one number each). Raises PluginError for another form,
+    which torch would broadcast."""
+
+    def fits(what: str, values: Any, *shapes: torch.Size) -> Tensor:
+        tensor = torch.as_tensor(values, device=mask.device)
+        if tensor.shape not in shapes:
+            raise _plugin_error(TIS_FLAG, path, f"{what} shape {list(tensor.shape)}", str(list(mask.shape)))
+        return tensor
+
+    if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+        got = f"{type(answer).__name__} of {len(answer)}" if hasattr(answer, "__len__") else type(answer).__name__
+        expected = "a tuple of 3: pg_loss, loss masks and metrics"
+        raise _plugin_error(TIS_FLAG, path, f"it returned a {got}", expected)
+    pg_loss, masks, metrics = answer
+    loss = fits("its pg_loss has", pg_loss, mask.shape)
+    changed = fits("its loss masks have", torch.cat(list(masks)), mask.shape)
+    one = torch.Size()
+    of_tokens = {name: fits(f"its metric {name!r} has", values, mask.shape, one) for name, values in metrics.items()}
+    return loss, changed.to(mask), {name: values.to(mask).expand_as(mask) for name, values in of_tokens.items()}
+
+
+def _reduced(loss: Any, path: str | None) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise _plugin_error(REDUCER_FLAG, path, f"its reduction is {got}", "a tensor of one number")
+    return loss.reshape(())
+
+
+def _plugin_error(flag: str, path: str | None, problem: str, expected: str) -> PluginError:
+    return PluginError(f"{flag} {path}: {problem}, expected {expected}", field=flag, value=path, expected=expected)
 
 
 def _of_samples(tokens: Tensor, batch: PackedBatch) -> Tensor:
