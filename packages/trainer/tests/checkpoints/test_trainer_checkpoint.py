@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from trainer_tiny import Runner, alone, make_settings, write_biased_model, write_model
+from safetensors.torch import load_file, save_file
+from trainer_tiny import Runner, alone, make_settings, write_biased_model, write_fp8_model, write_model
 from transformers import AutoModelForCausalLM
 
 from slime.converters.files import safetensors_dir
@@ -228,3 +228,20 @@ def test_optimizer_tensors_are_whole(model: str, tmp_path: Path):
     with safe_open(tmp_path / "c" / "optimizer" / "model.safetensors", framework="pt") as tensors:
         names = set(tensors.keys())
     assert names == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in runner.weights()}
+
+
+def test_untrained_weights_of_an_fp8_model_are_written_without_factors(tmp_path: Path):
+    """A layer that predicts a further token is in the files of many models in FP8, and the backend leaves it out."""
+    source = write_fp8_model(tmp_path / "fp8")
+    stored = load_file(source / "model.safetensors")
+    trained = next(name for name in stored if name.endswith("q_proj.weight"))
+    extra = {name.replace("model.layers.0", "mtp"): stored[name].clone() for name in (trained, f"{trained}_scale_inv")}
+    save_file(stored | extra, source / "model.safetensors", metadata={"format": "pt"})
+    runner = Runner(make_settings(str(source)))
+    weights, sizes, target = runner.backend.named_weights(), runner.backend.weight_sizes(), tmp_path / "out"
+    size = checkpoint.write_model(target, weights, sizes, torch.bfloat16, source, [*extra])
+    written = load_file(target / "model.safetensors")
+    assert sorted(written) == sorted([*sizes, trained.replace("model.layers.0", "mtp")])
+    assert torch.equal(written[trained.replace("model.layers.0", "mtp")], written[trained])
+    assert size == sum(tensor.nbytes for tensor in written.values())
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())

@@ -19,7 +19,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -283,15 +283,16 @@ def write_as_given(path: Path, weights: NamedTensors, num_bytes: int, source: Pa
 
 
 def _sizes_in(source: Path, names: Iterable[str]) -> dict[str, int]:
-    """Returns the elements of those of the tensors that a directory has."""
-    kept = SafetensorsDir(source).tensors if (names := list(names)) else {}
+    """Returns the elements of those of the tensors that a directory has. Factors of fp8 are none: `_of_source` reads
+    weights that are multiplied with them."""
+    kept = HfSource(source, _config(source)).tensors if (names := list(names)) else {}
     return {name: kept[name].num_elements for name in names if name in kept}
 
 
 def _of_source(source: Path, names: list[str]) -> NamedTensors:
     if not names:
         return
-    tensors = HfSource(source, json.loads((source / "config.json").read_text()))
+    tensors = HfSource(source, _config(source))
     try:
         for name in names:
             yield name, tensors.load(name)
@@ -301,7 +302,12 @@ def _of_source(source: Path, names: list[str]) -> NamedTensors:
 
 def config_dtype(source: Path) -> torch.dtype:
     """Returns the type in which weights of a Hugging Face directory are to be stored; float32 where it names none."""
-    config = json.loads((source / "config.json").read_text())
+    config = _config(source)
     named = (part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
     name = next(filter(None, named), "float32")
     return getattr(torch, name)
+
+
+def _config(source: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    return config
