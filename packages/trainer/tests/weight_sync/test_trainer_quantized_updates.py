@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_fake_sglang import FakeEngine, StandInRollout, digest
 from trainer_tiny import (
     BLOCK,
@@ -191,6 +191,22 @@ def test_the_comparison_is_of_the_quantized_tensors(
     calls = [path for path, _ in engine.told()["calls"]]
     assert calls[-4:] == ["/weights_checker", "/weights_checker", "/update_weights_from_disk", "/weights_checker"]
     assert engine.told()["held"] == digests(tensors_of(model))
+
+
+def test_the_comparison_reads_the_layers_that_do_not_train(
+    tmp_path: Path, updates_of: Updates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may hold them, and has random numbers in their place before it reads the directory."""
+    model = write_fp8_model(tmp_path / "model")
+    stored = tensors_of(model)
+    extra = {name.replace("layers.0", "mtp"): tensor.clone() for name, tensor in stored.items() if "layers.0" in name}
+    save_file(stored | extra, model / "model.safetensors", metadata={"format": "pt"})
+    updates, runner = updates_of(model, check_weight_update_equal=True)
+    monkeypatch.setattr(runner.backend, "untrained_weights", lambda: [*extra])
+    weights = updates._in_form(runner.backend.named_weights(dtype=torch.bfloat16))
+    size = updates._write_all(tmp_path / "written", weights)
+    assert digests(tensors_of(tmp_path / "written")) == digests(stored | extra)
+    assert size == sum(tensor.nbytes for tensor in (stored | extra).values())
 
 
 def test_engines_with_another_config_get_plain_weights(

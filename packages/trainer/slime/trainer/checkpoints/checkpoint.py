@@ -273,13 +273,23 @@ def write_model(
     return size
 
 
-def write_as_given(path: Path, weights: NamedTensors, num_bytes: int, source: Path) -> int:
-    """Writes a Hugging Face directory of tensors as they are, with the config of `source`; returns `num_bytes`, those
-    of the tensors. Raises as `save_checkpoint` does."""
-    with whole_directory(path, WRITER, need_bytes=num_bytes) as directory:
+def write_as_given(
+    path: Path, weights: NamedTensors, num_bytes: int, source: Path, untrained: Iterable[str] = ()
+) -> int:
+    """Writes a Hugging Face directory of tensors as they are, with the config of `source`; returns their bytes.
+
+    num_bytes: those of `weights`. untrained: names of tensors that are copied from `source` if it has them. Raises as
+    `save_checkpoint` does.
+    """
+    names = list(untrained)
+    stored = SafetensorsDir(source) if names else None
+    kept = {} if stored is None else {name: stored.tensors[name] for name in names if name in stored.tensors}
+    size = num_bytes + sum(info.num_bytes for info in kept.values())
+    with whole_directory(path, WRITER, need_bytes=size) as directory:
         copy_side_files(source, directory)
-        write(directory, weights)
-    return num_bytes
+        copied = ((name, stored.load(name)) for name in kept) if stored is not None else iter(())
+        write(directory, itertools.chain(weights, copied))
+    return size
 
 
 def _sizes_in(source: Path, names: Iterable[str]) -> dict[str, int]:

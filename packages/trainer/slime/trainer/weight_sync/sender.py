@@ -159,7 +159,7 @@ class WeightSender:
         if self._form is None:
             return checkpoint.write_model(path, weights, sizes, self._dtype, self._source, untrained)
         num_bytes = self._form.num_bytes(sizes, self._dtype)
-        return checkpoint.write_as_given(path, weights, num_bytes, Path(self._settings.hf_checkpoint))
+        return checkpoint.write_as_given(path, weights, num_bytes, Path(self._settings.hf_checkpoint), untrained)
 
     def close(self) -> None:
         for transport in self._transports.values():
