@@ -88,9 +88,9 @@ class ServiceRestarts:
         """Starts every rank again, because their collectives cannot continue without one of them."""
         supervisor, trainer = self._supervisor, self._trainer
         assert trainer is not None, "a run without a trainer has no process of that name"
-        processes, trained = supervisor.named("trainer"), trainer.trained()
+        processes = supervisor.named("trainer")
         supervisor.end(processes)
-        step, load = trainer.points.newest(trained)
+        step, load = trainer.points.newest(trainer.trained())
         supervisor.spawn_again(processes)
         settings = trainer.settings
         if load != settings.load:
@@ -99,10 +99,14 @@ class ServiceRestarts:
         for client in trainer.clients:
             _connected(client)
         self._buffer.rewind_steps(step)
-        log.warning("the trainer continues after step %d and repeats %s", step, counted(trained - step, "step"))
-        for number in range(step + 1, trained + 1):
-            groups = trainer.groups_of(number)
-            train_ranks = [partial(_train, client, number, groups, trainer) for client in trainer.clients]
+        repeated = counted(trainer.trained() - step, "step")
+        log.warning("the trainer continues after step %d and repeats %s", step, repeated)
+        # Asked each time: the ranks may have answered just before they were killed, and the loop counts that step only
+        # when it runs again.
+        while step < trainer.trained():
+            step += 1
+            groups = trainer.groups_of(step)
+            train_ranks = [partial(_train, client, step, groups, trainer) for client in trainer.clients]
             supervisor.call_once(train_ranks, without=processes)
 
 
