@@ -103,7 +103,8 @@ class Parts:
         self.started: list[list[str]] = []
         self.fails = fails
         self.ended: list[SlimeError] = []
-        self.repairs = Repairs(lambda: dict(self.lost), self.start_again, self.ended.append, RepairLimits(most, 600.0))
+        limits = RepairLimits(most, 600.0, pause_seconds=0.01)
+        self.repairs = Repairs(lambda: dict(self.lost), self.start_again, self.ended.append, limits)
 
     def start_again(self, lost: dict[str, str]) -> None:
         self.started.append(sorted(lost))
@@ -285,7 +286,7 @@ def test_a_buffer_that_is_started_again_needs_no_checkpoint(tmp_path: Path) -> N
 def test_tries_of_one_repair_are_bounded_however_long_each_takes() -> None:
     parts = Parts(fails=99)
     # Each try takes longer than the window, as one does that ends by a timeout.
-    repairs = Repairs(lambda: dict(parts.lost), parts.start_again, parts.ended.append, RepairLimits(3, 1e-9))
+    repairs = Repairs(lambda: dict(parts.lost), parts.start_again, parts.ended.append, RepairLimits(3, 1e-9, 0.01))
     parts.lost["rollout"] = "died"
     repairs.start()
     until(lambda: parts.ended or len(parts.started) > 10)

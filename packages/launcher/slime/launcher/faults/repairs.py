@@ -21,16 +21,19 @@ log = logging.getLogger(__name__)
 
 # A connection breaks some time before the death of its peer is noticed.
 NOTICE_SECONDS = 2.0
+LONGEST_PAUSE = 30.0
 # Statuses of errors that may be the consequence of a death that is not known yet.
 CONSEQUENCES = ("UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED")
 
 
 @dataclass(frozen=True)
 class RepairLimits:
-    """The most restarts of a service within `window_seconds`, or within one repair."""
+    """The most restarts of a service within `window_seconds`, or within one repair. pause_seconds: time before a
+    service's second start within a repair; each further pause is twice as long, up to LONGEST_PAUSE."""
 
     most: int = 5
     window_seconds: float = 600.0
+    pause_seconds: float = 0.5
 
 
 class Repairs:
@@ -113,11 +116,18 @@ class Repairs:
         began, lost, reasons = time.monotonic(), dict[str, str](), dict[str, str]()
         try:
             lost = dict(self._lost())
+            pause = self._limits.pause_seconds
             while lost and not self._stopping.is_set():
+                failed_before = reasons.keys() & lost.keys()
                 reasons |= lost
                 for name, reason in lost.items():
                     self._count(name, reason, began)
                     log.warning("%s %s, and is started again; logs/%s.log has its last lines", name, reason, name)
+                if failed_before:
+                    # The cause may pass by itself, such as a port that another program holds for a moment.
+                    if self._stopping.wait(pause):
+                        return
+                    pause = min(2 * pause, LONGEST_PAUSE)
                 try:
                     self._start_again(lost)
                     failed: Mapping[str, str] = {}
