@@ -214,9 +214,17 @@ def test_addresses_that_a_run_calls_must_answer(monkeypatch: pytest.MonkeyPatch)
 def test_ray_is_looked_for_where_the_run_would(
     address: str | None, local: str | None, alive: bool, status: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_well(monkeypatch, local_ray_address=lambda: local, answers=lambda host, port: alive)
+    own = set() if local is None else {local}
+    here = {"local_ray_address": lambda: local, "own_ray_addresses": lambda: own}
+    make_well(monkeypatch, **here, answers=lambda host, port: alive)
     (found,) = look("ray", *(["--ray-address", address] if address else []))
     assert found.status == status and words in found.what
+
+
+def test_a_ray_that_another_user_may_run_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_well(monkeypatch, local_ray_address=lambda: "10.0.0.1:6379")
+    (found,) = look("ray", "--ray-address", "auto")
+    assert found.status == "FAIL" and "another user runs it" in found.what
 
 
 def test_several_nodes_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def make_well(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         "port_is_free": lambda port: True,
         "answers": lambda host, port: True,
         "local_ray_address": lambda: None,
+        "own_ray_addresses": set,
         "ray_without_token": lambda address: False,
     }
     for name, answer in (well | answers).items():

@@ -153,8 +153,8 @@ class LauncherSettings(TrackerSettings, LoopSettings, TrainingSettings, EngineSe
     offload: bool = setting(False, "Same as --offload-rollout --offload-train")
     ray_address: str | None = setting(
         None,
-        "Address of the Ray cluster to join, `auto` for the one on this machine (default: RAY_ADDRESS, else a "
-        "Ray of the run's own)",
+        "Address of the Ray cluster to join, `auto` for the one of this user on this machine (default: RAY_ADDRESS, "
+        "else a Ray of the run's own)",
     )
     ray_num_cpus: int | None = setting(None, "CPUs of the Ray that this run starts (default: all)", minimum=1)
     train_env_vars: dict[str, Any] = setting(

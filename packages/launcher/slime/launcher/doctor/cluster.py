@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.platform import probes
+from slime.launcher.platform.ray_cluster import address_for_auto
 from slime.types.addresses import split_address
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidSetting, Unavailable
 
 
 def check_ray(subject: Subject) -> Iterator[Finding]:
@@ -24,17 +25,17 @@ def check_ray(subject: Subject) -> Iterator[Finding]:
     local = probes.local_ray_address()
     alive = local is not None and _answers(local)
     if address == "auto":
-        if local is None:
-            yield fail(
-                f"{name} auto: no Ray was started on this machine", "run ray start --head, or leave out the address"
-            )
-        elif not alive:
-            yield fail(
-                f"{name} auto: the Ray noted for this machine, {local}, does not answer", "ray stop; ray start --head"
-            )
+        try:
+            joined = address_for_auto(name)
+        except Unavailable as error:
+            problem, _, remedy = error.message.partition("; ")
+            yield fail(problem, remedy)
+            return
+        if _answers(joined):
+            yield ok(f"Ray answers at {joined}")
+            yield from _check_token(joined)
         else:
-            yield ok(f"Ray answers at {local}")
-            yield from _check_token(local)
+            yield fail(f"{name} auto: the Ray of this user, {joined}, does not answer", "ray stop; ray start --head")
     elif address:
         if _answers(address):
             yield ok(f"{name} {address}: a server listens there")

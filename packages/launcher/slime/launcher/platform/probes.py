@@ -23,6 +23,8 @@ from slime.rollout.engines.gpus import VISIBLE, visible_gpus
 SHARED_MEMORY = Path("/dev/shm")
 # Ray writes the address of the cluster that was started on this machine into this file.
 RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+# Program of a node of a Ray cluster, and its option for the address of the cluster.
+RAY_NODE, RAY_FLAG = "raylet", "--gcs-address="
 
 
 @dataclass(frozen=True)
@@ -193,3 +195,14 @@ def local_ray_address() -> str | None:
         return RAY_CLUSTER.read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def own_ray_addresses() -> set[str]:
+    """Returns host:port of the clusters of which this user runs a node on this machine."""
+    found = set()
+    for process in psutil.process_iter(["name", "uids", "cmdline"]):
+        name, uids, words = (process.info[key] for key in ("name", "uids", "cmdline"))
+        # Both ids, because a program with the set-user-id bit has one of its caller.
+        if name == RAY_NODE and uids is not None and {uids.real, uids.effective} == {os.geteuid()}:
+            found |= {word.removeprefix(RAY_FLAG) for word in words or () if word.startswith(RAY_FLAG)}
+    return found - {""}

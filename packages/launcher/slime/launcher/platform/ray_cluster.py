@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from slime.launcher.platform import probes
 from slime.launcher.platform.ray_access import check_that_ray_asks_for_its_token, own_cluster, private_directory
 from slime.launcher.platform.ray_processes import few_processes
 from slime.launcher.platform.signals import deferred, farewell, uninterrupted
@@ -202,6 +203,27 @@ def _leave(signum: int) -> None:
     os._exit(code)
 
 
+def address_for_auto(flag: str = "--ray-address") -> str:
+    """Returns host:port of the cluster that `auto` stands for: one that this user runs. Raises Unavailable.
+
+    Ray itself takes any cluster that its note in /tmp or the list of processes names. Every user of the machine may
+    write that note or start such a process, and would be given the token and the code of the run.
+    """
+    noted, own = probes.local_ray_address(), sorted(probes.own_ray_addresses())
+    if noted in own:
+        return str(noted)
+    if len(own) == 1:
+        return own[0]
+    if own:
+        problem, remedy = f"this user runs several here: {', '.join(own)}", "give the address of one of them"
+    elif noted is None:
+        problem, remedy = "no Ray was started on this machine", "run `ray start --head`, or leave out the address"
+    else:
+        problem = f"the one noted for this machine, {noted}, has ended, or another user runs it"
+        remedy = "run `ray start --head`, or give its address if you trust that user"
+    raise Unavailable(f"{flag} auto: {problem}; {remedy}", field=flag, value="auto", expected="a Ray of this user")
+
+
 def _join(address: str, options: dict[str, Any]) -> None:
     import ray
 
@@ -212,6 +234,10 @@ def _join(address: str, options: dict[str, Any]) -> None:
     if "PYTHONPATH" in os.environ and IN_A_JOB not in os.environ:
         # Nodes of the cluster were started without our PYTHONPATH; a submitted job brings its own.
         options = options | {"runtime_env": {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}}
+    if address == "auto":
+        # Also tells Ray, which would look again, and elsewhere.
+        address = address_for_auto()
+        log.info("--ray-address auto: joining the Ray cluster at %s", address)
     try:
         _check_that_somebody_listens(address)
         ray.init(address=address, **options)
@@ -227,13 +253,10 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 def _check_that_somebody_listens(address: str) -> None:
     """Raises OSError, and InvalidSetting. Ray itself tries for minutes to reach a cluster that is gone."""
-    from slime.launcher.platform.probes import local_ray_address
-
-    known = (local_ray_address() or "") if address == "auto" else address
     try:
-        where = split_address(known, "--ray-address")
+        where = split_address(address, "--ray-address")
     except InvalidSetting as error:
-        if address in ("auto", "local"):
+        if address == "local":
             return
         raise InvalidSetting.must_be("--ray-address", f"{error.expected}, or auto", got=address) from None
     socket.create_connection(where, timeout=CONNECT_SECONDS).close()
