@@ -1,4 +1,4 @@
-"""Finds environment variables that hold secrets, by their names, and hides their values in texts."""
+"""Finds environment variables and flags that hold secrets, by their names, and hides their values in texts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from collections.abc import Mapping
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 # A shorter value may be part of any word.
 SHORTEST_HIDDEN = 6
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+# A value in a line of bash: quoted, or up to the next space.
+_VALUE = rf"(?:'[^']*'|{_QUOTED}|\\.|[^\s'\"\\])+"
+_FLAG = r"--(?:\w+-)*(?:wandb-key|api-key|access-key|secret-key|secret|password|passwd|auth-token|hf-token|token)"
+_VARIABLE = rf"\b[A-Z0-9_]*(?:{'|'.join(SECRET_WORDS)})[A-Z0-9_]*"
+_IN_BASH = re.compile(rf"({_FLAG}(?:=|\s+)|{_VARIABLE}=){_VALUE}")
+_IN_JSON = re.compile(rf'("{_VARIABLE}"\s*:\s*){_QUOTED}')
 
 
 def secrets_of(variables: Mapping[str, str]) -> dict[str, str]:
@@ -28,3 +35,8 @@ def without_secrets(text: str) -> str:
             text = text.replace(value, "***")
     # Up to the last @: a password may hold an @, and a / that should have been escaped.
     return re.sub(r"://\S+@", "://***@", text)
+
+
+def shown_command(line: str) -> str:
+    """Returns a line of bash to be shown: without the values of flags and variables whose names suggest secrets."""
+    return without_secrets(_IN_JSON.sub(r'\1"***"', _IN_BASH.sub(r"\1***", line)))

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from slime.launcher.platform.ray_access import AUTH_MODE, AUTH_TOKEN, loopback_variables
+from slime.launcher.platform.secret_variables import shown_command
 from slime.launcher.platform.signals import uninterrupted
 from slime.types.errors import NotAvailable, PortInUse, SlimeError, Unavailable
 
@@ -37,11 +38,13 @@ PR_SET_PDEATHSIG = 1
 
 
 class RunFailed(SlimeError, subprocess.CalledProcessError):
-    """A command ended with an exit code other than 0. `str()` leaves out its environment, which may hold keys."""
+    """A command ended with an exit code other than 0. `cmd` is without secrets, and `str()` without the environment."""
 
     def __init__(self, what: str, returncode: int, command: Sequence[str]) -> None:
         # SlimeError.__init__ would call CalledProcessError.__init__ with the message alone.
-        subprocess.CalledProcessError.__init__(self, returncode, list(command))
+        subprocess.CalledProcessError.__init__(self, returncode, [shown_command(word) for word in command])
+        # An exception's repr shows the arguments that it was made with.
+        self.args = (what, returncode, self.cmd)
         self.message = f"{what} ended with exit code {returncode}"
         self.field, self.value, self.expected = "exit code", str(returncode), "0"
         self.what = what

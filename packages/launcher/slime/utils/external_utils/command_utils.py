@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from slime.launcher.platform.secret_variables import secrets_of
+from slime.launcher.platform.secret_variables import secrets_of, shown_command
 from slime.launcher.platform.signals import terminate_as_interrupt
 from slime.launcher.runner.flags import find_model_args
 from slime.launcher.runner.ray_job import (
@@ -59,14 +59,14 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
 
     Raises RunFailed, a subprocess.CalledProcessError, if it ends with another exit code than 0.
     """
-    print(f"EXEC: {cmd}", flush=True)
+    print(f"EXEC: {shown_command(cmd)}", flush=True)
     done = subprocess.run(
         ["bash", "-c", cmd], env=environment(), text=True, stdout=subprocess.PIPE if capture_output else None
     )
     if capture_output:
         print(done.stdout, end="", flush=True)
     if done.returncode:
-        raise RunFailed(f"`{cmd}`", done.returncode, ["bash", "-c", cmd])
+        raise RunFailed(f"`{shown_command(cmd)}`", done.returncode, ["bash", "-c", cmd])
     return done.stdout if capture_output else None
 
 
@@ -179,7 +179,7 @@ def execute_train(
             before_ray_job_submit()
         if not submits:
             joins = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "auto")} if external else {}
-            print(f"EXEC: {train}", flush=True)
+            print(f"EXEC: {shown_command(train)}", flush=True)
             run_attached(["bash", "-c", f"exec {train}"], "the training", variables | joins)
             return
         # With an external Ray, whose environment is fixed already, secrets have to be in the job's runtime environment.
@@ -188,7 +188,7 @@ def execute_train(
         path = shlex.quote(stack.enter_context(runtime_env_file(runtime_env)))
         address = f"http://{LOOPBACK}:{port or DASHBOARD_PORT}"
         submit = f"ray job submit --address={address} --runtime-env={path} -- {train}"
-        print(f"EXEC: {submit}", flush=True)
+        print(f"EXEC: {shown_command(submit)}", flush=True)
         run_attached(["bash", "-c", f"exec {submit}"], "the training job", {**access, **_no_proxy()})
 
 
