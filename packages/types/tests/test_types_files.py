@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from slime.types import errors
 from slime.types.config_files import read_config
-from slime.types.files import MOST_BYTES, check_readable, read_bounded
+from slime.types.files import MOST_BYTES, check_readable, read_bounded, write_whole
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.auth import read_token, server_credentials
 
@@ -78,3 +81,22 @@ def test_a_link_to_a_regular_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a: 1")
     (tmp_path / "link").symlink_to("file")
     assert read_config(tmp_path / "link") == {"a": 1}
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o007, 0o660)])
+def test_a_file_has_the_permissions_that_the_user_chose(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "answers", "private")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "answers").stat().st_mode) == mode
+
+
+def test_text_is_written_in_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    imports = "import pathlib, sys; from slime.types.files import write_whole"
+    program = f"{imports}; write_whole(pathlib.Path(sys.argv[1]), chr(0xe9))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    path = tmp_path / "answers"
+    subprocess.run([sys.executable, "-c", program, str(path)], env=os.environ | locale, check=True, timeout=60)
+    assert path.read_bytes() == "é".encode()

@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,18 +127,20 @@ def check_own_file(path: Path, sign: bytes, kind: str, *, field: str = "path") -
 def whole_file(path: Path, mode: str = "w", *, field: str = "path") -> Iterator[IO[Any]]:
     """Yields a file that replaces `path` if the block succeeds; otherwise `path` stays unchanged.
 
-    The file is written beside it, under an unpredictable name, and readable by all users.
+    The file is written beside it, under an unpredictable name, with the permissions that the umask leaves; text as
+    UTF-8.
     Raises InvalidSetting if `path` is not a regular file or cannot be written, OutOfSpace.
     """
     with path_errors(path, field):
         check_file_place(path, field=field)
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        # Not mkstemp, whose files only this user can read: the umask of a process cannot be asked for without a change.
+        name = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
-            with open(descriptor, mode) as file:
+            with open(descriptor, mode, encoding=None if "b" in mode else "utf-8") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, 0o644)
             os.replace(name, path)
         except BaseException:
             with suppress(FileNotFoundError):
