@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from slime.types.directories import try_lock
+from slime.types.directories import path_errors, try_lock
 
 SCRATCH_MARK = "slime-scratch"  # in a ScratchDirectory: the host of its process
 
@@ -25,20 +25,33 @@ class ScratchDirectory:
 
     parent: the directory to create it in (default: the system's). remove: called with a `path` to remove, whose parent
     then goes if it is empty, too (default: everything goes; a directory in which other programs write needs a function
-    that leaves what they wrote).
+    that leaves what they wrote). Raises InvalidSetting if no directory can be made there, OutOfSpace.
     """
 
     def __init__(self, prefix: str, parent: str | None = None, *, remove: Callable[[Path], None] = remove_tree) -> None:
-        directory, self._prefix, self._remove = Path(parent or tempfile.gettempdir()), prefix, remove
-        for other in directory.glob(f"{prefix}*"):
-            with suppress(OSError):  # somebody else's, or gone
-                self._remove_left(other)
-        self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+        self._prefix, self._remove = prefix, remove
+        with path_errors(Path(parent or os.environ.get("TMPDIR") or "/tmp"), "TMPDIR"):
+            directory = Path(parent or tempfile.gettempdir())
+            for other in directory.glob(f"{prefix}*"):
+                with suppress(OSError):  # somebody else's, or gone
+                    self._remove_left(other)
+            self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+            self.path = self._outer / "run"
+            try:
+                self._fill()
+            except BaseException:
+                shutil.rmtree(self._outer, ignore_errors=True)
+                raise
+
+    def _fill(self) -> None:
         self._handle = os.open(self._outer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        self.path = self._outer / "run"
-        self.path.mkdir()
-        if try_lock(self._handle):  # without locks nobody could tell that it is in use
-            (self._outer / SCRATCH_MARK).write_text(socket.gethostname())
+        try:
+            self.path.mkdir()
+            if try_lock(self._handle):  # without locks nobody could tell that it is in use
+                (self._outer / SCRATCH_MARK).write_text(socket.gethostname())
+        except BaseException:
+            os.close(self._handle)
+            raise
 
     def close(self) -> None:
         """Removes the directory; call this once."""
