@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -107,6 +109,9 @@ def _hf_to_gguf(argv: list[str]) -> int:
     settings, _ = _parse(argv, "hf-to-gguf", HfToGgufSettings)
     from slime.converters.convert.hf_to_gguf import convert
 
+    if threading.current_thread() is threading.main_thread():
+        # SIGTERM ends the conversion as Ctrl-C does, so that no unfinished file stays.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     convert(settings.hf_checkpoint, settings.output, progress=_progress())
     return 0
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -191,3 +195,31 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path, capsys: pytest.Ca
         convert(tmp_path, tmp_path / "m.gguf")
     assert main(["hf-to-gguf", "--hf-checkpoint", str(tmp_path), "--output", str(tmp_path / "m.gguf")]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+# Converts argv[1] to argv[2], and says when it has begun to write; then it waits.
+STOPS = """
+import signal, sys
+import gguf
+from slime.converters.cli import main
+def stop(writer):
+    print("writing", flush=True)
+    signal.pause()
+gguf.GGUFWriter.write_kv_data_to_file = stop
+sys.exit(main(["hf-to-gguf", "--hf-checkpoint", sys.argv[1], "--output", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_conversion_that_a_signal_ends_leaves_nothing_that_stays(tmp_path: Path, signum: signal.Signals) -> None:
+    source, target = write_model(tmp_path / "hf", "qwen2"), tmp_path / "out" / "m.gguf"
+    target.parent.mkdir()
+    words = [sys.executable, "-c", STOPS, str(source), str(target)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"writing\n"
+        running.send_signal(signum)
+        assert running.wait(60) == (-signum if signum == signal.SIGKILL else 130)
+    if signum != signal.SIGKILL:
+        assert os.listdir(target.parent) == []
+    convert(source, target)
+    assert os.listdir(target.parent) == ["m.gguf"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from slime.converters.families import config_json, read_config
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted, errors_name
 from slime.types.files import check_own_file, no_directory
+from slime.types.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +75,9 @@ def convert(
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
     )
-    with disk_errors(target), tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
-        partial = Path(directory) / target.name
+    # The next conversion to this file removes what a killed one leaves.
+    with disk_errors(target), closing(ScratchDirectory(f".{target.name}.", str(target.parent))) as scratch:
+        partial = scratch.path / target.name
         writer = gguf.GGUFWriter(partial, architecture)
         _add_model(writer, source.resolve().name, config)
         _add_tokenizer(writer, source, config, tokenizer)
