@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -196,6 +197,24 @@ def test_a_backup_that_has_no_place_is_refused_by_name_and_leaves_nothing(tmp_pa
     ):
         assert message in command(capsys, "backup", state, target, expect=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == before and not (state / "copy").exists()
+
+
+def test_a_backup_is_on_the_disk_before_it_has_its_name(tmp_path, capsys, monkeypatch):
+    with fill({"buffer_dir": str(tmp_path / "run")}):
+        pass
+    fsync, flushed = os.fsync, {}
+
+    def record(descriptor):
+        fsync(descriptor)
+        # A file keeps its number when its directory gets another name.
+        flushed[os.fstat(descriptor).st_ino] = (tmp_path / "backup").exists()
+
+    monkeypatch.setattr(os, "fsync", record)
+    command(capsys, "backup", tmp_path / "run", tmp_path / "backup")
+    copied = [tmp_path / "backup", *(tmp_path / "backup").rglob("*")]
+    assert {flushed.get(path.stat().st_ino) for path in copied} == {False}
+    # The name itself is on the disk once its directory is.
+    assert flushed[tmp_path.stat().st_ino]
 
 
 def test_an_index_beyond_64_bits_is_named(tmp_path, capsys):

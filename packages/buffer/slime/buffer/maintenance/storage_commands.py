@@ -20,7 +20,7 @@ from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, check_existing, open_storage
 from slime.buffer.store.sqlite import FULL
-from slime.types.directories import path_errors, write_error
+from slime.types.directories import path_errors, sync, write_error
 from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, MissingFile, OutOfSpace
 
 # A running server may delete a payload between the copy of the database and that of the payload.
@@ -58,8 +58,8 @@ def repair(settings: BufferSettings) -> tuple[int, int, str]:
 
 def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
     """Copies a buffer with its state in SQLite to the directory `target`, even while a server uses it; objects become
-    files. Returns (groups, payloads). Raises InvalidSetting if `target` exists, cannot be written or is in the buffer,
-    OutOfSpace."""
+    files. Returns (groups, payloads) once the copy is on the disk. Raises InvalidSetting if `target` exists, cannot be
+    written or is in the buffer, OutOfSpace."""
     check_existing(settings)
     assert settings.buffer_dir is not None
     directory = Path(settings.buffer_dir)
@@ -94,6 +94,9 @@ def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
                 if attempt == ATTEMPTS - 1:
                     raise DataLoss(f"{error.message}: see slime-buffer check") from None
                 _copy_database(directory / DATABASE, partial / DATABASE)
+        # A power cut after the rename would otherwise leave a backup with empty files.
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         partial.rename(target)
     except BaseException as error:
         shutil.rmtree(partial)
@@ -111,6 +114,8 @@ def backup(settings: BufferSettings, target: Path) -> tuple[int, int]:
         if isinstance(error, OSError):
             raise write_error(error, target, "DEST") from error
         raise
+    with path_errors(target, "DEST"):
+        sync(target.parent)
     return groups, names
 
 
