@@ -1,4 +1,4 @@
-"""A worker whose call for groups gets no answer in time gets the same groups from its next call."""
+"""Calls whose answer does not come in time, or not as a whole, and the calls that follow them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from buffer_samples import complete
 
+import slime.buffer.groups.steps as steps_module
 import slime.types.clients.buffer as client_module
 from slime.buffer.buffer import Buffer
 from slime.buffer.service import SERVICE_NAME, BufferService, RunningBuffer
 from slime.buffer.settings import BufferSettings
 from slime.types.clients import BufferClient
+from slime.types.errors import DeadlineExceeded
 from slime.types.rpc import RpcSettings, Server
 from slime.v1 import buffer_pb2, buffer_pb2_grpc
 
@@ -48,3 +51,45 @@ def test_groups_of_an_answer_that_came_too_late_are_not_lost(monkeypatch: pytest
         (leased,) = client.lease_groups(1, wait_seconds=5.0)
         assert service.calls > 1
         client.return_group(leased.token)
+
+
+class SlowStep(BufferService):
+    """Sends `most` messages of a step in a call, and then nothing until its client has given up."""
+
+    calls = 0
+    most = 1
+
+    def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[bytes]:
+        self.calls += 1
+        ended = threading.Event()
+        waits = context.add_callback(ended.set)
+        for number, message in enumerate(super().ReadStep(request, context)):
+            if number == self.most and waits:
+                ended.wait(30.0)
+            yield message
+
+
+def test_a_step_that_takes_longer_than_a_call_is_read_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps_module, "READ_BYTES", 1)
+    buffer = Buffer(BufferSettings(n_samples_per_prompt=1))
+    service = SlowStep(buffer)
+    server = Server(
+        [(buffer_pb2_grpc.add_BufferServiceServicer_to_server, service)], RpcSettings(), service_names=[SERVICE_NAME]
+    )
+    short = RpcSettings(call_timeout_seconds=1.0)
+    with (
+        RunningBuffer(server, buffer) as running,
+        BufferClient(running.address) as client,
+        BufferClient(running.address, settings=short) as reader,
+    ):
+        client.open_run("r")
+        client.add_prompts(["a", "b", "c"])
+        complete(client, 3)
+        client.seal_step(0, 3)
+        assert [sample.index for sample in reader.read_step(0, [2, 0, 1])] == [2, 0, 1]
+        assert service.calls == 3
+        # One that brings nothing ends it.
+        service.most = 0
+        with pytest.raises(DeadlineExceeded):
+            list(reader.read_step(0, [2, 0, 1]))
+        assert service.calls == 4

@@ -231,7 +231,27 @@ class BufferClient(Client):
         return _in_slices(wait_seconds, get)[""]
 
     def read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
-        """Yields the samples of a sealed step at `positions` of its summaries, in that order."""
+        """Yields the samples of a sealed step at `positions` of its summaries, in that order.
+
+        A step may be of any size, so the deadline of a call bounds the wait for more samples: what a call did not bring
+        in time is asked for again. Raises DeadlineExceeded if one brings nothing.
+        """
+        left = list(positions)
+        while True:
+            read = 0
+            try:
+                for sample in self._read_step(step, left):
+                    read += 1
+                    yield sample
+                return
+            except DeadlineExceeded:
+                left = left[read:]
+                if not read:
+                    raise
+                if not left:
+                    return
+
+    def _read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
         blobs = self.blobs
         request = buffer_pb2.ReadStepRequest(
             step=step, positions=positions, blob_store="" if blobs is None else blobs.name
