@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from slime.buffer.store import blobs
 from slime.buffer.store.blobs import FilePayloads
-from slime.types.errors import DataLoss, OutOfSpace
+from slime.types.errors import DataLoss, InvalidFile, OutOfSpace
 
 NUM_GPUS = 0
 
@@ -101,3 +102,29 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_no_file(tmp_path: Path, monke
         payloads.write(0, [b"abc", b"def"])
     assert payloads.names() == set() and not [path for path in tmp_path.rglob("*") if path.is_file()]
     payloads.delete("000000/0000000000-00000000")
+
+
+def test_a_process_that_keeps_payloads_locked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "CLAIM_SECONDS", 0.1)
+    payloads = FilePayloads(tmp_path / "payloads")
+    other = os.open(payloads.directory, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    outcome: list[BaseException] = []
+
+    def claim() -> None:
+        try:
+            payloads.claim("own")
+        except InvalidFile as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=claim, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    try:
+        assert not waiting.is_alive()
+        assert "payloads: another process has kept it locked for 0.1 s" in str(outcome[0])
+        assert payloads.owner() is None
+    finally:
+        os.close(other)
+    payloads.claim("own")
+    assert payloads.owner() == "own"

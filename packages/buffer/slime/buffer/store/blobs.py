@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from slime.buffer.store.base import Payloads
+from slime.types.directories import try_lock
 from slime.types.errors import DataLoss, InvalidFile, OutOfSpace, counted
 from slime.types.files import whole_file
 
@@ -26,6 +27,8 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 GROUPS_PER_DIRECTORY = 4096
 # Files that wait for the disk at the same time.
 FLUSHED_TOGETHER = 16
+# Another process that claims payloads needs a moment for it, and seldom does.
+CLAIM_SECONDS, LOOK_SECONDS = 30.0, 0.05
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 # Most parts of one call of writev on Linux.
 IOV_MAX = 1024
@@ -159,12 +162,23 @@ class FilePayloads(Payloads):
     def claim(self, owner: str) -> None:
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._lock(descriptor)
             if self.owner() is None:
                 with whole_file(self._owner, "w") as file:
                     file.write(f"{owner}\n")
         finally:
             os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        """Waits until no other process claims these payloads. Raises InvalidFile if one does not end."""
+        deadline = time.monotonic() + CLAIM_SECONDS
+        while try_lock(descriptor) is False:
+            if time.monotonic() > deadline:
+                raise InvalidFile(
+                    f"{self.name}: another process has kept it locked for {CLAIM_SECONDS:g} s; it may be stopped",
+                    field="buffer_dir", value=self.name, expected="a directory that no process keeps locked",
+                )  # fmt: skip
+            time.sleep(LOOK_SECONDS)
 
     def _path(self, name: str) -> str:
         # Text: a Path takes longer to make than the file takes to open.
