@@ -201,6 +201,8 @@ class Buffer:
         """Takes groups out of the run, see `Quarantine.drop`. Returns the steps that have to be sealed again."""
         with self.store.transaction():
             steps, unneeded = self.quarantine.drop(indexes, reason, keep=keep)
+        # A step may have waited for one of them.
+        self.waits.wake(COMPLETED, len(indexes))
         self._delete(unneeded)
         if steps and self.detached is not None:
             self.detached.release()
@@ -227,6 +229,9 @@ class Buffer:
         def attempt() -> bytes | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
+                if pace is not None:
+                    # A group whose worker is gone must not hold up the step.
+                    self.leases.expire()
                 self.steps.unneeded = []
                 sealed = self.steps.seal(step, num_groups, self.quarantine.check_sizes, metrics, pace)
                 if sealed is None and pace is None:
@@ -235,7 +240,8 @@ class Buffer:
             self._delete(unneeded)
             return sealed
 
-        sealed = self.waits.wait(COMPLETED, attempt, wait, caller)
+        next_expiry = (lambda: None) if pace is None else self.leases.seconds_to_expiry
+        sealed = self.waits.wait(COMPLETED, attempt, wait, caller, next_expiry)
         if sealed is None:
             have = self.store.count(State.COMPLETED)
             raise DeadlineExceeded(

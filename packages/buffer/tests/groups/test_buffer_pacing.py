@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from typing import Any
 
 import pytest
 from buffer_samples import finish
@@ -88,15 +89,25 @@ def test_a_step_takes_what_is_complete_unless_what_is_due_would_be_late(client: 
     assert sealed(client, 1, pace(1)) == [0, newer[0].group.group_index]
 
 
+# Ways in which a group stops being one that a step waits for.
+GIVEN_BACK: dict[str, Callable[[BufferClient, Any], object]] = {
+    "returned": lambda client, lease: client.return_group(lease.token),
+    "worker gone": lambda client, lease: client.requeue_groups("worker"),
+    "dropped": lambda client, lease: client.drop_groups([lease.group.group_index]),
+    "lease expired": lambda client, lease: None,
+}
+
+
+@pytest.mark.parametrize("way", GIVEN_BACK)
 def test_a_step_that_waits_for_a_group_goes_on_as_soon_as_it_is_given_back(
-    serving: Callable[..., RunningBuffer],
+    serving: Callable[..., RunningBuffer], clock: Any, way: str
 ) -> None:
     running = serving()
     waits = running.buffer.waits
     with BufferClient(running.address) as client, ThreadPoolExecutor(1) as pool:
         client.open_run("run")
         client.add_prompts([str(number) for number in range(5)])
-        leases = client.lease_groups(4, pace=pace(1))
+        leases = client.lease_groups(4, ttl_seconds=0.1, worker_id="worker", pace=pace(1))
         for lease in leases[:2]:
             complete(client, lease, 0)
         assert sealed(client, 0, pace(1)) == [0, 1]
@@ -104,11 +115,14 @@ def test_a_step_that_waits_for_a_group_goes_on_as_soon_as_it_is_given_back(
         complete(client, other, 0)
         newer = pace(1, version=1)
         complete(client, client.lease_groups(1, pace=newer)[0], 1)
-        waiting = pool.submit(client.seal_step, 1, 2, 20.0, pace=newer)
+        waiting = pool.submit(client.seal_step, 1, 2, 60.0, pace=newer)
         while not waits._count and not waiting.done():
             threading.Event().wait(0.01)
         assert not waiting.done()
-        client.return_group(due.token)
+        if way == "lease expired":
+            # No call of a worker, which would end the lease, comes meanwhile.
+            clock.now += 1.0
+        GIVEN_BACK[way](client, due)
         assert len(waiting.result(10.0)) == 2
 
 

@@ -314,6 +314,8 @@ class Leases:
             self.store.update_groups(indexes, state=State.READY, **(NO_LEASE | NO_PAYLOAD | columns))
         if count := len(leased) + len(ended):
             self.wake(READY, count)
+            # A step may have waited for one of them.
+            self.wake(COMPLETED, count)
         return count, [group.payload for group in ended if group.payload is not None]
 
     def end_all(self) -> None:
