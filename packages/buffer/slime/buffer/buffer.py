@@ -16,7 +16,7 @@ from slime.buffer.detached import DetachedSteps
 from slime.buffer.filters import BufferFilter
 from slime.buffer.groups.evaluation import EvaluationSets, read_evaluation_files
 from slime.buffer.groups.handed_in import HandedIn
-from slime.buffer.groups.leases import Leased, Leases
+from slime.buffer.groups.leases import Filtered, Leased, Leases
 from slime.buffer.groups.place import place_lines, restore_place
 from slime.buffer.groups.prompts import Prompts
 from slime.buffer.groups.quarantine import Quarantine
@@ -152,21 +152,35 @@ class Buffer:
         request: a name of this call; if the call is repeated, it gets the same groups.
         """
 
-        def attempt() -> list[Leased] | None:
+        def next_step() -> int:
+            return 0 if pace is None else self.steps.next_to_seal()
+
+        def attempt(filtered: Filtered | None = None) -> list[Leased] | None:
             with self.store.transaction():
                 self.run_lock.check(writer)
                 if request and (earlier := self.leases.leased_for(request)):
                     return earlier
                 # Payloads that an attempt listed are still needed if its transaction failed.
                 self.leases.unneeded = []
-                next_step = 0 if pace is None else self.steps.next_to_seal()
-                leased = self.leases.lease(max_groups, ttl, worker, pace, next_step, request)
+                leased = self.leases.lease(max_groups, ttl, worker, pace, next_step(), request, filtered)
                 unneeded, self.leases.unneeded = self.leases.unneeded, []
             self._delete(unneeded)
             return leased or None
 
+        def attempt_filtered() -> list[Leased] | None:
+            assert self.leases.buffer_filter is not None
+            # In turn, so that no two calls choose among the same groups.
+            with self.leases.buffer_filter.turn():
+                with self.store.transaction():
+                    self.run_lock.check(writer)
+                    if request and (earlier := self.leases.leased_for(request)):
+                        return earlier
+                    waiting = self.leases.waiting(max_groups, pace, next_step())
+                return attempt(self.leases.filtered(waiting))
+
+        tried = attempt if self.leases.buffer_filter is None else attempt_filtered
         # An expired lease is ended by the next call that looks for groups.
-        return self.waits.wait(READY, attempt, wait, caller, self.leases.seconds_to_expiry) or []
+        return self.waits.wait(READY, tried, wait, caller, self.leases.seconds_to_expiry) or []
 
     def renew(self, writer: WriterId, tokens: Sequence[str], ttl: float) -> list[str]:
         """Returns the tokens whose lease has ended."""

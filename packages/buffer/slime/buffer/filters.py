@@ -8,19 +8,25 @@
 `buffer` is a list of groups, each a list of Samples, lowest group index first. The function removes the groups that it
 returns from `buffer`; they are leased with the samples that it returns. Groups that it removes and does not return are
 rejected ("buffer_filter"); the others keep waiting. Every waiting group is decoded for each call, which takes time if
-many wait. Groups of the dataset that were never leased do not exist yet, so the function does not see them.
+many wait. Calls for groups take turns with the function; other calls go on meanwhile, and a group that one of them
+takes away is left out of what the function chose. Groups of the dataset that were never leased do not exist yet, so the
+function does not see them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from slime.types import Sample
-from slime.types.errors import PluginError, counted
+from slime.types.errors import Busy, PluginError, counted
 
 FLAG = "--buffer-filter-path"
+# Time that a call for groups waits for its turn with the function, less than the deadline of the call.
+TURN_SECONDS = 30.0
 
 
 def pop_first(args: Any, rollout_id: None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
@@ -47,6 +53,21 @@ class BufferFilter:
         self.path = path
         self.args = args
         self.function: Callable[..., Any] = load_plugin(path, flag=FLAG)
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Lets one call at a time use the filter. Raises Busy if the turn of another one does not end in time."""
+        if not self._turn.acquire(timeout=TURN_SECONDS):
+            raise Busy(
+                f"{FLAG} {self.path}: the function has run for more than {TURN_SECONDS:g} s for another call: call "
+                "again later",
+                field=FLAG, value=self.path, expected="a function that returns sooner",
+            )  # fmt: skip
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def choose(self, groups: Sequence[list[Sample]], count: int) -> Choice:
         position_of = {id(group): position for position, group in enumerate(groups)}

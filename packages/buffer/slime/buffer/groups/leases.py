@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.buffer.filters import BufferFilter
 from slime.buffer.groups.handed_in import HandedIn
@@ -45,6 +45,20 @@ class Leased:
     group: Group
     samples: list[sample_pb2.Sample]
     seconds: float
+
+
+class Waiting(NamedTuple):
+    """Groups that wait, with their samples, and the most of them that a call may lease."""
+
+    most: int
+    groups: list[tuple[Group, list[sample_pb2.Sample]]]
+
+
+class Filtered(NamedTuple):
+    """The groups that the filter chose, with the samples that it gave them, and those that it dropped."""
+
+    chosen: list[tuple[Group, list[sample_pb2.Sample]]]
+    dropped: list[Group]
 
 
 class Leases:
@@ -84,28 +98,21 @@ class Leases:
         pace: TrainerPace | None = None,
         next_step: int = 0,
         request: str = "",
+        filtered: Filtered | None = None,
     ) -> list[Leased]:
         """Leases up to `max_groups` groups: those that wait, lowest index first, then new ones. May return none.
 
-        request: the prefix of their tokens, by which a repeated call finds them.
+        request: the prefix of their tokens, by which a repeated call finds them. filtered: takes, of the groups that
+        wait, only those that the filter chose.
 
         pace: lease no more groups than can be trained on in time from `next_step` on; a group that was returned with
         tokens too old for that starts over. Inside a transaction.
         """
-        if max_groups < 1:
-            raise InvalidField("max_groups", max_groups, "at least 1")
         seconds = self.seconds(ttl_seconds)
-        # Without a bound, one call would draw the whole dataset, epoch after epoch.
-        max_groups = min(max_groups, MOST_GROUPS)
-        self.expire()
-        deadlines = None
-        if pace is not None:
-            known = [group.weight_version for group in unsealed_groups(self.store, pace.weight_version)]
-            deadlines = Deadlines(pace, known, next_step)
-            max_groups = deadlines.room(max_groups)
+        max_groups, deadlines = self._room(max_groups, pace, next_step)
         if not max_groups:
             return []
-        taken = self._filtered(max_groups) if self.buffer_filter else self._first(max_groups)
+        taken = self._first(max_groups) if filtered is None else self._chosen(filtered, max_groups)
         taken += [(group, samples_of(group, self.payloads)) for group in self.prompts.draw(max_groups - len(taken))]
         if pace is not None and deadlines is not None:
             taken = [(group, self._in_time(group, samples, pace, deadlines)) for group, samples in taken]
@@ -123,6 +130,19 @@ class Leases:
                 weight_version=group.weight_version,
             )
         return [Leased(group, samples, seconds) for group, samples in taken]
+
+    def _room(self, max_groups: int, pace: TrainerPace | None, next_step: int) -> tuple[int, Deadlines | None]:
+        """Returns how many groups may be leased now, and with a pace the deadlines of the others."""
+        if max_groups < 1:
+            raise InvalidField("max_groups", max_groups, "at least 1")
+        # Without a bound, one call would draw the whole dataset, epoch after epoch.
+        max_groups = min(max_groups, MOST_GROUPS)
+        self.expire()
+        if pace is None:
+            return max_groups, None
+        known = [group.weight_version for group in unsealed_groups(self.store, pace.weight_version)]
+        deadlines = Deadlines(pace, known, next_step)
+        return deadlines.room(max_groups), deadlines
 
     def leased_for(self, request: str) -> list[Leased]:
         """Returns the groups that `lease` gave for `request` and that are still leased. Inside a transaction."""
@@ -154,20 +174,36 @@ class Leases:
             group = self.on_damage(group, error)
             return group, samples_of(group, self.payloads)
 
-    def _filtered(self, count: int) -> list[tuple[Group, list[sample_pb2.Sample]]]:
-        waiting = [self._read(group) for group in self.store.groups(states=[State.READY])]
-        if not waiting:
-            return []
+    def waiting(self, max_groups: int, pace: TrainerPace | None, next_step: int) -> Waiting:
+        """Returns the groups that wait, and the number of which the filter may choose. Inside a transaction."""
+        count, _ = self._room(max_groups, pace, next_step)
+        groups = self.store.groups(states=[State.READY]) if count else []
+        return Waiting(count, [self._read(group) for group in groups])
+
+    def filtered(self, waiting: Waiting) -> Filtered:
+        """Calls the filter: outside a transaction, because the function of the user may take long or call the buffer.
+        Raises PluginError."""
+        if not waiting.groups:
+            return Filtered([], [])
         assert self.buffer_filter is not None
-        ready = [group for group, _ in waiting]
-        candidates = [[sample_from_proto(sample) for sample in samples] for _, samples in waiting]
-        choice = self.buffer_filter.choose(candidates, count)
-        dropped = [ready[position] for position in choice.dropped]
+        candidates = [[sample_from_proto(sample) for sample in samples] for _, samples in waiting.groups]
+        choice = self.buffer_filter.choose(candidates, waiting.most)
+        groups = [group for group, _ in waiting.groups]
+        chosen = [(groups[position], list(map(sample_to_proto, each))) for position, each in choice.chosen.items()]
+        return Filtered(chosen, [groups[position] for position in choice.dropped])
+
+    def _chosen(self, filtered: Filtered, count: int) -> list[tuple[Group, list[sample_pb2.Sample]]]:
+        """Rejects the groups that the filter dropped; returns up to `count` of those that it chose. Leaves out groups
+        that another call has changed since they were read."""
+        seen = [*filtered.dropped, *(group for group, _ in filtered.chosen)]
+        now = {group.group_index: group for group in self.store.groups(indexes=[g.group_index for g in seen])}
+        unchanged = {index for group in seen if now.get(index := group.group_index) == group}
+        dropped = [group for group in filtered.dropped if group.group_index in unchanged]
         self.store.update_groups(
             [group.group_index for group in dropped], state=State.REJECTED, reject_reason="buffer_filter", **NO_PAYLOAD
         )
         self.unneeded += [group.payload for group in dropped if group.payload is not None]
-        return [(ready[position], list(map(sample_to_proto, group))) for position, group in choice.chosen.items()]
+        return [(group, samples) for group, samples in filtered.chosen if group.group_index in unchanged][:count]
 
     def seconds(self, ttl_seconds: float) -> float:
         """Returns the time of a lease: as asked for, or the default for 0. Raises InvalidField."""
