@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from slime.launcher.platform.ray_access import AUTH_MODE, AUTH_TOKEN, loopback_v
 from slime.launcher.platform.secret_variables import shown_command
 from slime.launcher.platform.signals import uninterrupted
 from slime.types.errors import NotAvailable, PortInUse, SlimeError, Unavailable
+from slime.types.scratch import ScratchDirectory
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 120.0
@@ -183,7 +183,7 @@ class RayHead:
         if host == LOOPBACK:
             self.variables |= loopback_variables()
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory: Path | None = None
+        self._scratch: ScratchDirectory | None = None
 
     def __enter__(self) -> RayHead:
         self.start()
@@ -206,6 +206,9 @@ class RayHead:
     def start(self, seconds: float = START_SECONDS) -> None:
         """Starts the head unless it is running, and waits until it accepts jobs.
 
+        On Linux, the head also ends when the thread that called this ends: a process that is killed leaves no Ray
+        behind, and the next head of this user removes its directory.
+
         Raises PortInUse if something listens on `dashboard_port`, Unavailable with the end of the log if Ray does not
         start within `seconds`, and NotAvailable if the packages that jobs need are missing.
         """
@@ -215,17 +218,18 @@ class RayHead:
         if self.dashboard_port and listens(LOOPBACK, self.dashboard_port):
             raise in_use(self.dashboard_port)
         # The path of a Unix socket has at most 107 characters; Ray's are longer below a long TMPDIR.
-        self._directory = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp" if os.path.isdir("/tmp") else None))
-        # Every user of the machine may enter Ray's directory, so it is put into one that only this user may enter.
-        (self._directory / "ray").mkdir()
-        command = self._command()
-        variables = environment(self._inherited | self.variables)
-        variables.pop("RAY_ADDRESS", None)
-        with open(self._directory / "head.log", "wb") as log:
-            self._process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        self._scratch = ScratchDirectory("slime-ray-", "/tmp" if os.path.isdir("/tmp") else None)
         try:
+            # Every user of the machine may enter Ray's directory, so it is put into one that only this user may enter.
+            (self._scratch.path / "ray").mkdir()
+            command = self._command(self._scratch.path / "ray")
+            variables = environment(self._inherited | self.variables)
+            variables.pop("RAY_ADDRESS", None)
+            with open(self._log, "wb") as log:
+                self._process = subprocess.Popen(
+                    command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    preexec_fn=_stop_with_parent(os.getpid()),
+                )  # fmt: skip
             self._wait(time.monotonic() + seconds, seconds)
         except BaseException:
             self.stop()
@@ -237,12 +241,16 @@ class RayHead:
             if self._process is not None:
                 stop_tree(self._process)
                 self._process = None
-            if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
-                self._directory = None
+            if self._scratch is not None:
+                self._scratch.close()
+                self._scratch = None
 
-    def _command(self) -> list[str]:
-        assert self._directory is not None
+    @property
+    def _log(self) -> Path:
+        assert self._scratch is not None, "the head has not been started"
+        return self._scratch.path / "head.log"
+
+    def _command(self, directory: Path) -> list[str]:
         with ExitStack() as held:
             # All ports are held until the last one is chosen, so that they differ.
             gcs, dashboard, agent, client = (_bind(held) for _ in range(4))
@@ -253,7 +261,7 @@ class RayHead:
             "--node-ip-address", self.host, "--port", str(gcs),
             "--dashboard-host", LOOPBACK, "--dashboard-port", str(self.dashboard_port),
             "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
-            "--temp-dir", str(self._directory / "ray"),
+            "--temp-dir", str(directory),
         ]  # fmt: skip
 
     def _wait(self, deadline: float, seconds: float) -> None:
@@ -283,8 +291,7 @@ class RayHead:
             return False
 
     def _last_lines(self) -> str:
-        text = (self._directory / "head.log").read_text(errors="replace") if self._directory else ""
-        return "".join(f"\n    {line}" for line in text.splitlines()[-LOG_LINES:])
+        return "".join(f"\n    {line}" for line in self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _bind(held: ExitStack) -> int:
