@@ -81,6 +81,18 @@ def test_a_complete_group_that_an_operator_rejected_is_not_given_again(client):
     assert client.stats().rejected == {"by hand": 1}
 
 
+def test_a_group_that_is_rejected_steps_after_later_ones_were_trained_on_is_counted(client):
+    client.add_prompts(["e"])
+    (straggler,) = client.lease_groups(1)
+    for step in range(2):
+        complete(client, 1)
+        assert client.seal_step(step, 1).rejected == {}
+    client.reject_group(straggler.token, "dull")
+    for step, rejected in ((2, {"dull": 1}), (3, {})):
+        complete(client, 1)
+        assert client.seal_step(step, 1).rejected == rejected
+
+
 def test_steps_are_trained_again_after_a_rewind_that_commits_nothing(client):
     sealed = []
     for step in range(3):

@@ -92,7 +92,7 @@ class Steps:
                 self.store.update_groups(indexes, state=State.SEALED, step=step)
                 sealed = Step(step, State.SEALED, indexes)
                 self.store.insert_step(sealed)
-                self._note(step, metrics or {}, paced=pace is not None)
+                self._note(step, metrics or {})
                 answer = self._sealed(step, chosen)
                 self._newest = sealed, answer
                 return answer
@@ -118,20 +118,18 @@ class Steps:
         extra = buffer_pb2.SealStepResponse(**self.store.seal_record(step)).SerializeToString()
         return b"".join(group.summaries or b"" for group in groups) + extra
 
-    def _note(self, step: int, metrics: Mapping[str, float], *, paced: bool) -> None:
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         # A step that was unsealed has a record already, with the groups that were rejected for it.
         known = self.store.seal_record(step)
-        rejected = Counter(known.get("rejected", {})) + Counter(self._rejected_since(step, paced=paced))
+        rejected = Counter(known.get("rejected", {})) + Counter(self._rejected_since(step))
         record = {"metrics": dict(metrics) or known.get("metrics", {}), "rejected": dict(rejected)}
         if any(record.values()):
             self.store.insert_seal_record(step, record)
 
-    def _rejected_since(self, step: int, *, paced: bool) -> dict[str, int]:
+    def _rejected_since(self, step: int) -> dict[str, int]:
         """Counts the groups rejected since the previous step was sealed, by reason, and assigns them to this step."""
-        previous = self.store.step(step - 1)
-        # With a pace, a group may be rejected many steps after groups that were drawn later.
-        after = min(previous.group_indexes) if previous is not None and not paced else None
-        found = self.store.groups(states=[State.REJECTED], after=after, in_no_step=True)
+        # A group may be rejected many steps after groups that were drawn later.
+        found = self.store.groups(states=[State.REJECTED], in_no_step=True)
         self.store.update_groups([group.group_index for group in found], step=step)
         return dict(Counter(group.reject_reason or "" for group in found))
 
