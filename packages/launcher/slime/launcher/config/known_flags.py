@@ -23,7 +23,6 @@ PLANNED: dict[str, str] = {
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules""",
     "no family of models here has sparse attention": "allgather-cp freeze-indexer",
     "the gated delta rule has one implementation here, in PyTorch": "qwen-gdn-backend",
-    "samples are packed into rows (thd)": "qkv-format",
     "log-probs are computed in two passes, which would drop different numbers; LoRA is trained without": "lora-dropout",
     "the optimizer is AdamW with its moments": "use-stateless-adam",
     "the trainer has one attention, for packed rows": "attn-implementation",
