@@ -13,6 +13,7 @@ from converters_tiny import hf_directory, random_tensors
 from slime.converters.convert import hf_to_hf, hf_to_torch_dist, torch_dist_to_hf
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.families import find_family, read_config
+from slime.converters.families.qwen_gated import with_vision, with_vision_of
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.converters.inspection.verify import compare
 from slime.converters.megatron.args import check_model_args, parse_model_args
@@ -30,6 +31,10 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 12,
 }  # fmt: skip
 NEXT = TEXT | EXPERTS | {"model_type": "qwen3_next", "norm_topk_prob": True}
+VISION: dict[str, Any] = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "num_position_embeddings": 9,
+}  # fmt: skip
 MOE = TEXT | EXPERTS | {"model_type": "qwen3_5_moe_text"}
 
 
@@ -74,6 +79,27 @@ def test_there_and_back_is_the_same_model(kind: str, shard_bytes: int, tmp_path:
     assert not list(compare(source, back)) and not list(compare(source, directory))
     assert SafetensorsDir(back).tensors.keys() == tensors.keys()
     assert json.loads((back / "config.json").read_text()) == config
+
+
+def test_what_sees_goes_through_megatron_bit_by_bit(tmp_path: Path) -> None:
+    config = with_images(TEXT) | {"vision_config": VISION, "tie_word_embeddings": False}
+    whole = with_vision(config)
+    tensors = random_tensors(whole)
+    assert tensors["model.visual.merger.linear_fc2.weight"].shape == (32, 64)
+    source = hf_directory(tmp_path / "hf", config, tensors)
+    directory = hf_to_torch_dist.convert(source, tmp_path / "td")
+    seeing = {key for key in TorchDist(directory).tensors if key.startswith("visual.")}
+    assert {f"model.{key.replace('.tower', '')}" for key in seeing} == {n for n in tensors if ".visual." in n}
+    back = torch_dist_to_hf.convert(tmp_path / "td", tmp_path / "back")
+    assert not list(compare(source, back)) and SafetensorsDir(back).tensors.keys() == tensors.keys()
+    for name, tensor in SafetensorsDir(back):
+        assert torch.equal(tensor, tensors[name]), name
+    # Without it, or with a part of it, the files are those of a language model, and the rest stays as it is.
+    assert with_vision_of(config, tensors) == whole
+    assert with_vision_of(config, [n for n in tensors if "merger" not in n]) == config
+    assert with_vision({**config, "model_type": "qwen3_5_moe"}) == {**config, "model_type": "qwen3_5_moe"}
+    names = {block.name for p in find_family(config).parameters(config) for block in p.blocks}
+    assert names == {name for name in tensors if ".visual." not in name}
 
 
 def test_layers_of_several_kinds_have_keys_of_their_own(tmp_path: Path) -> None:

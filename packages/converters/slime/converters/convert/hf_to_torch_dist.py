@@ -19,7 +19,7 @@ import torch
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.leftovers import SHOWN, check_tied, keep
 from slime.converters.convert.workers import TorchrunRanks, convert_in_jobs, reported
-from slime.converters.families import find_family
+from slime.converters.families import find_family, with_vision_in
 from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
 from slime.converters.files.dtypes import NAMES
@@ -140,6 +140,7 @@ def read_model(
         read_model_config(path)
     config = read_model_config(path, model_name)
     with errors_name_family(path, model_name):
+        config = with_vision_in(path, config)
         check_model_args(dict(megatron_args), dict(config))
         args = model_args(config, megatron_args)
         args.setdefault("padded_vocab_size", padded_vocab_size(args))

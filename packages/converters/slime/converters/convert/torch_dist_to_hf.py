@@ -20,7 +20,7 @@ from slime.converters.families import find_family, read_config
 from slime.converters.families.base import Config, Family
 from slime.converters.families.config_json import check_vocab_size, text_of
 from slime.converters.families.mapping import Parameter
-from slime.converters.families.qwen_gated import with_layout
+from slime.converters.families.qwen_gated import with_layout, with_vision
 from slime.converters.files.dtypes import DTYPES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, check_hf_output, fingerprint
 from slime.converters.files.hf_writer import HfFiles, HfTensor, create, divide_into_files, places
@@ -142,6 +142,8 @@ def read_export(
     """Checks every parameter of the model against the checkpoint. Raises InvalidFile, InvalidSetting."""
     config = read_model_config(origin, model_name or checkpoint.description.get("model_name"))
     config = with_layout(config, checkpoint.description.get("weight_map") or ())
+    if any(key.startswith("visual.") for key in checkpoint.tensors):
+        config = with_vision(config)
     check_vocab_size(config, vocab_size)
     if vocab_size is not None:
         config["vocab_size"] = vocab_size

@@ -17,7 +17,7 @@ from slime.converters.families.mimo import MIMO
 from slime.converters.families.minimax import MINIMAX_M2
 from slime.converters.families.mtp import without_missing
 from slime.converters.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN3_VL
-from slime.converters.families.qwen_gated import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, with_layout
+from slime.converters.families.qwen_gated import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, with_layout, with_vision_of
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.converters.files.side_files import weight_map
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable
@@ -73,6 +73,11 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
         config = with_layout(config, weight_map(path.parent) or _tensor_names(path.parent))
     names = _tensor_names(path.parent) if config_json.num_mtp_layers(config) else []
     return without_missing(config, names) if names else config
+
+
+def with_vision_in(hf_dir: Path, config: Config) -> dict[str, Any]:
+    """Returns `config` with what reads images as a part of a Qwen3.5, if the files in `hf_dir` have all of it."""
+    return with_vision_of(config, _tensor_names(hf_dir))
 
 
 def _tensor_names(directory: Path) -> list[str]:

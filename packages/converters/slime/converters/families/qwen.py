@@ -79,12 +79,18 @@ def _text(config: Config) -> Config:
 
 def _qwen3_vl_parameters(config: Config) -> Iterator[Parameter]:
     yield from map(blocks.behind_images, _qwen3_parameters(_text(config)))
-    for name, shape in _vision_shapes(required(config, "vision_config")):
+    vision = required(config, "vision_config")
+    yield from vision_tower(vision, len(required(vision, "deepstack_visual_indexes")))
+
+
+def vision_tower(vision: Config, fed: int = 0) -> Iterator[Parameter]:
+    """Yields the parameters that read images. vision: `vision_config`; fed: layers of the language model that get
+    features of images beside its embedding."""
+    for name, shape in _vision_shapes(vision, fed):
         yield copy(f"visual.tower.{name}", f"model.visual.{name}", shape)
 
 
-def _vision_shapes(vision: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields names and shapes of the tensors that read images."""
+def _vision_shapes(vision: Config, fed: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, ffn, patch = (required(vision, name) for name in ("hidden_size", "intermediate_size", "patch_size"))
     channels, frames = vision.get("in_channels", 3), vision.get("temporal_patch_size", 2)
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
@@ -98,8 +104,7 @@ def _vision_shapes(vision: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from _affine(f"{block}.attn.proj", hidden, hidden)
         yield from _affine(f"{block}.mlp.linear_fc1", ffn, hidden)
         yield from _affine(f"{block}.mlp.linear_fc2", hidden, ffn)
-    layers = len(required(vision, "deepstack_visual_indexes"))
-    for name, width in [("merger", hidden), *((f"deepstack_merger_list.{i}", merged) for i in range(layers))]:
+    for name, width in [("merger", hidden), *((f"deepstack_merger_list.{i}", merged) for i in range(fed))]:
         yield from _affine(f"{name}.norm", width)
         yield from _affine(f"{name}.linear_fc1", merged, merged)
         yield from _affine(f"{name}.linear_fc2", required(vision, "out_hidden_size"), merged)

@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5: gated delta nets in most layers, attention with a gate in the others, norms around 0.
 
 A published Qwen3.5 reads images: its language model is described by `text_config`, and its tensors begin with
-`model.language_model`. What reads images, and layers that predict further tokens (`mtp`), are not trained.
+`model.language_model`. What reads images is part of the model only in a config that `with_vision` returned, and of a
+dense one; elsewhere, and layers that predict further tokens (`mtp`) everywhere, are not trained.
 The delta nets keep Qwen3.5's names and layouts behind `self_attention.linear_attn`, and are not cut over ranks.
 """
 
@@ -16,14 +17,19 @@ from slime.converters.families import arguments, blocks
 from slime.converters.families.base import Config, Family, ignored_always
 from slime.converters.families.config_json import head_dim, moe_layers, query_groups, refuse, required, text_of
 from slime.converters.families.mapping import Block, Parameter, copy
+from slime.converters.families.qwen import vision_tower
 
 # Defaults of transformers' Qwen3NextConfig, which Qwen3.5 has, too.
 HEAD_DIM = 256
 ROTATED = 0.25
 INTERVAL = 4
-UNTRAINED = (r"model\.visual\..*", r"mtp\..*")
+_HF_VISUAL = "model.visual."
+_PREDICTING = r"mtp\..*"
+UNTRAINED = (r"model\.visual\..*", _PREDICTING)
 _LINEAR = "self_attention.linear_attn."
 _DELTA = ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+# Set in the config of a model whose part that reads images is trained or converted: no model has this key.
+_VISION = "slime_vision"
 # Set in the config of a model whose files have the experts of a layer in one tensor: no model has this key.
 _EXPERTS_TOGETHER = "slime_experts_together"
 
@@ -33,6 +39,26 @@ def with_layout(config: Config, tensors: Iterable[str]) -> dict[str, Any]:
     if any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors):
         return {**config, _EXPERTS_TOGETHER: True}
     return dict(config)
+
+
+def with_vision(config: Config) -> dict[str, Any]:
+    """Returns `config` with what reads images as a part of the model, if that is a dense Qwen3.5 that has it."""
+    vision = config.get("vision_config")
+    if config.get("model_type") != "qwen3_5" or vision is None:
+        return dict(config)
+    refuse(vision, "deepstack_visual_indexes", [], "layers of a Qwen3.5 see images by its embedding alone")
+    return {**config, _VISION: True}
+
+
+def with_vision_of(config: Config, tensors: Iterable[str]) -> dict[str, Any]:
+    """Returns `with_vision(config)` if `tensors`, the names in its checkpoint, are those of all that it describes."""
+    whole = with_vision(config)
+    # An empty object describes nothing; such files keep what they have as it is.
+    if not (whole.get(_VISION) and "depth" in config["vision_config"]):
+        return dict(config)
+    held = {name for name in tensors if name.startswith(_HF_VISUAL)}
+    described = {block.name for parameter in vision_tower(config["vision_config"]) for block in parameter.blocks}
+    return whole if described <= held else dict(config)
 
 
 def delta_nets(text: Config) -> list[int]:
@@ -84,6 +110,8 @@ def _parameters(config: Config) -> Iterator[Parameter]:
     together = bool(config.get(_EXPERTS_TOGETHER))
     for parameter in blocks.decoder(text, lambda number: _layer(text, kinds[number], experts[number], together)):
         yield parameter if text is config else blocks.behind_images(parameter)
+    if config.get(_VISION):
+        yield from vision_tower(required(config, "vision_config"))
 
 
 def _layer(text: Config, is_linear: int, has_experts: int, together: bool) -> Iterator[Parameter]:
@@ -186,7 +214,7 @@ def _attention(text: Config) -> Iterator[Parameter]:
 
 
 def _ignored(config: Config) -> tuple[str, ...]:
-    return ignored_always(text_of(config)) + UNTRAINED
+    return ignored_always(text_of(config)) + ((_PREDICTING,) if config.get(_VISION) else UNTRAINED)
 
 
 def _family(name: str, *model_types: str) -> Family:
