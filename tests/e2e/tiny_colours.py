@@ -20,8 +20,8 @@ TEMPLATE = (
 
 
 def write_inputs(directory: Path, kind: str) -> Path:
-    """model/ (llava, qwen2_5_vl or qwen3_vl), and train.jsonl and test.jsonl with images as files, as text, and not at
-    all."""
+    """model/ (llava, qwen2_5_vl, qwen3_vl or qwen3_5), and train.jsonl and test.jsonl with images as files, as text,
+    and not at all."""
     import PIL.Image
 
     directory.mkdir(parents=True)
@@ -37,7 +37,8 @@ def write_inputs(directory: Path, kind: str) -> Path:
     rows.append({"prompt": [{"role": "user", "content": "say red"}], "label": "red"})
     for name, chosen in (("train", rows), ("test", rows[:2])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    {"llava": write_llava, "qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl}[kind](directory / "model")
+    write = {"llava": write_llava, "qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl, "qwen3_5": write_qwen3_5}
+    write[kind](directory / "model")
     return directory
 
 
@@ -98,7 +99,20 @@ def write_qwen3_vl(directory: Path) -> None:
     _write_qwen(directory, Qwen3VLConfig, Qwen3VLForConditionalGeneration, sees, head_dim=16)
 
 
-def _write_qwen(directory: Path, config_class: Any, model_class: Any, sees: dict[str, Any], **text: int) -> None:
+def write_qwen3_5(directory: Path) -> None:
+    """The first layer of the language model is a gated delta net."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    gated = dict(
+        rope_parameters=rope, head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    sees = dict(num_position_embeddings=9)
+    _write_qwen(directory, Qwen3_5Config, Qwen3_5ForConditionalGeneration, sees, **gated)
+
+
+def _write_qwen(directory: Path, config_class: Any, model_class: Any, sees: dict[str, Any], **text: Any) -> None:
     """An image is four tokens, in two rows."""
     import torch
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

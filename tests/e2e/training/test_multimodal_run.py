@@ -59,8 +59,9 @@ def test_a_run_on_images_trains_what_it_generated(kind: str, tmp_path: Path) -> 
     AutoModelForImageTextToText.from_pretrained(saved)
 
 
-def test_a_run_of_megatron_trains_on_images_what_it_generated_and_saves_it(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "inputs", "qwen3_vl")
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_vl", marks=slow), "qwen3_5"])
+def test_a_run_of_megatron_trains_on_images_what_it_generated_and_saves_it(kind: str, tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs", kind)
     saves = ("--save", str(tmp_path / "saved"), "--save-interval", "3", "--save-hf", str(tmp_path / "hf-{rollout_id}"))
     code, output = train(inputs, tmp_path / "run", "--train-backend", "megatron", *saves)
     assert code == 0, output

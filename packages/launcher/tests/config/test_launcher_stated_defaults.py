@@ -267,7 +267,7 @@ def test_a_critic_starts_from_the_model_with_the_policys_rate(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FsdpBackend, "__init__", lambda self, settings, *_: setattr(self, "settings", settings))
-    monkeypatch.setattr(critic, "load_critic", lambda path, flag: path)
+    monkeypatch.setattr(critic, "load_critic", lambda path, flag, **_: path)
     settings = run_config.parse([*words, "--advantage-estimator", "ppo", "--lr", "3e-6"]).trainer
     made = critic.FsdpCritic(settings, None, None)  # type: ignore[arg-type]
     assert made.settings.lr == 3e-6

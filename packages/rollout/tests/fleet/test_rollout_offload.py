@@ -240,7 +240,7 @@ def test_engines_of_others_say_what_they_are_and_can(engine: EngineProcess, tmp_
         launch.check_images(str(tmp_path / "qwen3_vl"), fleet.members)
         with pytest.raises(
             NotAvailable,
-            match=r"engine external-0 \(SGLang\) accepts .* only for qwen2_vl, .*, qwen3_vl, not for smolvlm .*; use",
+            match=r"engine external-0 \(SGLang\) accepts .* only for qwen2_vl, .*, qwen3_5, not for smolvlm .*; use",
         ):
             launch.check_images(str(tmp_path / "smolvlm"), fleet.members)
     finally:

@@ -117,7 +117,20 @@ def write_qwen3_vl(directory: Path, seed: int = 0) -> Path:
     return _write_qwen(directory, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, sees, head_dim=16)
 
 
-def _write_qwen(directory: Path, seed: int, config: Any, model: Any, sees: dict[str, Any], **text: int) -> Path:
+def write_qwen3_5(directory: Path, seed: int = 0) -> Path:
+    """Writes a model like that of `write_qwen2_vl`, with a gated delta net in the first layer."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    sees = dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, num_position_embeddings=9)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    gated = dict(
+        rope_parameters=rope, head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    return _write_qwen(directory, seed, Qwen3_5Config, Qwen3_5ForConditionalGeneration, sees, **gated)
+
+
+def _write_qwen(directory: Path, seed: int, config: Any, model: Any, sees: dict[str, Any], **text: Any) -> Path:
     import torch
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

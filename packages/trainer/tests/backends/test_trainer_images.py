@@ -12,16 +12,23 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from trainer_tiny import Runner, make_samples, make_settings, prefixes_of
+from trainer_tiny import Runner, make_samples, prefixes_of
+from trainer_tiny import make_settings as settings_of
 from trainer_tiny_vision import GRIDS, IMAGE, make_image_samples, write_vision_model
 
 from slime.trainer.batching.packing import pack
 from slime.trainer.checkpoints import checkpoint
+from slime.trainer.settings.trainer import TrainerSettings
 from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
 from slime.types.models.vision import FAMILIES
 
 SCRIPT = Path(__file__).with_name("trainer_vision_ranks.py")
+
+
+def make_settings(model: str, **values: Any) -> TrainerSettings:
+    # Only a Qwen3.5 can do without what sees.
+    return settings_of(model, train_vision=True, **values)
 
 
 @pytest.fixture(scope="module", params=["llava", "idefics3", *GRIDS])
@@ -54,6 +61,7 @@ def expected(directory: str, kind: str, sample: Sample) -> torch.Tensor:
 
 def scores(runner: Runner, kind: str, samples: list[Sample], **options: Any) -> list[torch.Tensor]:
     zeros = [0.0] * len(samples)
+    options = {"share_prompts": runner.backend.can_share_prompts} | options
     row = pack(samples, range(len(samples)), zeros, zeros, vision=runner.backend.vision, **options)
     (found,) = runner.backend.scores([row])
     assert found is not None
@@ -63,9 +71,12 @@ def scores(runner: Runner, kind: str, samples: list[Sample], **options: Any) -> 
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_a_row_of_samples_has_the_log_probs_of_each_alone(directory: str, kind: str, share_prompts: bool) -> None:
     runner, samples = Runner(make_settings(directory)), make_image_samples(kind)
+    # A state that goes from token to token belongs to one sample.
+    assert runner.backend.can_share_prompts == (kind != "qwen3_5")
+    share_prompts &= runner.backend.can_share_prompts
     found = scores(runner, kind, samples, share_prompts=share_prompts)
     for sample, log_probs in zip(samples, found, strict=True):
-        torch.testing.assert_close(log_probs, expected(directory, kind, sample), atol=1e-5, rtol=0)
+        torch.testing.assert_close(log_probs, expected(directory, kind, sample), atol=3e-5, rtol=0)
     # Equal tokens, other images.
     assert not torch.allclose(found[0], expected(directory, kind, _with_images_of(samples[0], samples[4])), atol=1e-3)
 

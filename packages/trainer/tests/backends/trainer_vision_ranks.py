@@ -14,7 +14,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     ranks = Ranks(int(rank), 2, f"file://{directory}/rendezvous", 2, "cpu")
     # Two micro-batches: images for the first rank, text for the second.
-    runner = Runner(make_settings(model, micro_batch_size=2, use_dynamic_batch_size=False), ranks)
+    runner = Runner(make_settings(model, train_vision=True, micro_batch_size=2, use_dynamic_batch_size=False), ranks)
     runner.run(0, make_image_samples(kind)[4:])
     weights = runner.weights()
     if ranks.rank == 0:

@@ -1,6 +1,6 @@
 """Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`; with `gated` at the end
 by test_trainer_megatron_gated, with `minimax` by test_trainer_megatron_minimax, with `vision` by
-test_trainer_megatron_vision.
+test_trainer_megatron_vision, with `gated-vision` by test_trainer_megatron_gated_images.
 
 MODELS: directory with the models `dense`, `tied` and `experts`. A case writes CASE.json and CASE.safetensors in DIR.
 """
@@ -124,7 +124,18 @@ VISION_CASES: Cases = {
         "tensor-context": ("untied", {TP: 2, CP: 2, SP: True}, {"data_pad_size_multiplier": 4}),
     },
 }  # fmt: skip
-OF_OTHERS = {"gated": GATED_CASES, "minimax": MINIMAX_CASES, "vision": VISION_CASES}
+# With a Qwen3.5 of four layers, whose embedding alone sees images.
+_SEES = {"train_vision": True}
+GATED_VISION_CASES: Cases = {
+    2: {
+        "tensor-sequence": ("images", {TP: 2, SP: True, **FULL}, _SEES),
+        "context": ("images", {CP: 2}, _SEES),
+        "pipeline": ("images", {PP: 2}, _SEES),
+    },
+}
+OF_OTHERS = {
+    "gated": GATED_CASES, "minimax": MINIMAX_CASES, "vision": VISION_CASES, "gated-vision": GATED_VISION_CASES,
+}  # fmt: skip
 
 
 def samples_of(runner: Runner) -> list[Sample]:
@@ -188,7 +199,7 @@ def of_one_rank(model: Path, **values: Any) -> tuple[dict[str, Any], dict[str, t
         for name, part in runner.backend._in_files(of, parameter.grad)
     }
     runner.backend._optimizer.clear_gradients()
-    found["step"] = runner.run(0, make_samples(groups=4, size=4, nuclei=settings.samples_from_nuclei))
+    found["step"] = runner.run(0, samples_of(runner))
     return found, gradients, runner.weights()
 
 

@@ -13,7 +13,7 @@ from slime.types import Sample
 VOCAB, IMAGE = 32, 2
 # Tokens that a tile, or an image of another model, becomes.
 TOKENS = 4
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def write_vision_model(path: Path, kind: str, seed: int = 0, *, layers: int = 2, tied: bool = False) -> str:
@@ -47,6 +47,9 @@ def write_vision_model(path: Path, kind: str, seed: int = 0, *, layers: int = 2,
         elif kind == "qwen2_5_vl":
             sees |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, window_size=8)
             sees |= dict(fullatt_block_indexes=[1])
+        elif kind == "qwen3_5":
+            text |= _gated(layers)
+            sees |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, num_position_embeddings=9)
         else:
             # Positions of images are interpolated between those of a grid of 3 x 3.
             sees |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=32, num_position_embeddings=9)
@@ -58,9 +61,25 @@ def write_vision_model(path: Path, kind: str, seed: int = 0, *, layers: int = 2,
         own["tie_word_embeddings"] = True
     config = AutoConfig.for_model(kind, text_config=text, image_token_id=IMAGE, **own)
     torch.manual_seed(seed)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    model = AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters() if kind == "qwen3_5" else ():
+        if "norm" in name or "dt_bias" in name or "conv1d" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
     return str(path)
+
+
+def _gated(layers: int) -> dict[str, Any]:
+    """Every second layer has attention, whose positions rotate half of each head: time, height, width and time."""
+    kinds = ["linear_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    return dict(
+        head_dim=16, layer_types=[kinds[number % 2] for number in range(layers)], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+        rope_parameters=rope,
+    )  # fmt: skip
 
 
 def make_image_samples(kind: str, groups: int = 4, size: int = 2) -> list[Sample]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slime.types.errors import InvalidField, InvalidSetting, NotAvailable
-from slime.types.models.vision import FAMILIES, images_id, images_of, require_vision, vision_of
+from slime.types.models.vision import FAMILIES, images_id, images_of, require_vision, trained_vision, vision_of
 
 
 def test_images_of_several_prompts_are_joined_end_to_end() -> None:
@@ -63,6 +63,17 @@ def test_models_are_known_by_their_config(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(error, match=f"--flag.*{named}"):
             require_vision(str(tmp_path), "--flag")
+
+
+def test_a_trainer_leaves_out_what_sees_only_of_a_model_that_can_do_without() -> None:
+    config = {"model_type": "qwen3_5", "image_token_id": 7, "vision_config": {"spatial_merge_size": 4}}
+    found = vision_of(config)
+    assert found is not None and (found.image_token, found.merge) == (7, 4)
+    assert trained_vision(config, True) == found
+    assert trained_vision(config, None) is None and trained_vision(config, False) is None
+    assert trained_vision({"model_type": "qwen3_vl"}, None) is not None
+    # A config that describes a language model alone.
+    assert vision_of({"model_type": "qwen3_5"}) is None
 
 
 def test_positions_count_an_image_by_its_rows_and_columns() -> None:

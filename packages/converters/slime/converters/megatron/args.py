@@ -139,21 +139,26 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def read_model_config(directory: str | Path, model_name: str | None = None) -> dict[str, Any]:
+def read_model_config(
+    directory: str | Path, model_name: str | None = None, *, train_vision: bool | None = None
+) -> dict[str, Any]:
     """Reads `directory`/config.json; `model_name` (--model-name) names a family whose `model_type` it gets.
+
+    train_vision: whether what reads images is a part of a Qwen3.5 (--train-vision).
 
     Raises MissingFile, InvalidFile, and InvalidSetting for a name that matches no family.
     """
     from slime.converters.families import find_family, model_types, read_config
+    from slime.converters.families.qwen_gated import with_vision
 
     config = read_config(directory)
-    if model_name is None:
-        return config
-    try:
-        types = find_family({}, model_name=model_name).model_types
-    except NotAvailable:
-        raise InvalidSetting.one_of("--model-name", sorted(model_types()), got=model_name) from None
-    return config if config.get("model_type") in types else {**config, "model_type": types[0]}
+    if model_name is not None:
+        try:
+            types = find_family({}, model_name=model_name).model_types
+        except NotAvailable:
+            raise InvalidSetting.one_of("--model-name", sorted(model_types()), got=model_name) from None
+        config = config if config.get("model_type") in types else {**config, "model_type": types[0]}
+    return with_vision(config) if train_vision else config
 
 
 @contextmanager

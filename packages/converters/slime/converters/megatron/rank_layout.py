@@ -16,7 +16,6 @@ from typing import Any
 
 from slime.converters.families.mapping import Parameter
 from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, counted
-from slime.types.models.vision import vision_of
 from slime.types.setting_values import flag_name
 
 Args = Mapping[str, Any]
@@ -122,13 +121,12 @@ def check_parameters(args: Args, parameters: Iterable[Parameter]) -> None:
 
 
 def check_images(args: Args, config: Mapping[str, Any], sizes: Sizes, *, own_model: bool) -> None:
-    """Raises where a model whose first layers see images cannot be laid out as `args` say.
+    """Raises where a model that reads images, and perhaps feeds them to its first layers, cannot be laid out as `args`
+    say.
 
     config: the object of config.json. own_model: whether --custom-model-provider-path makes the model.
     """
     kind, fed = config.get("model_type"), len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
-    if vision_of(config) is None or not fed:
-        return
     if own_model:
         raise NotAvailable.unavailable(
             f"--custom-model-provider-path with a {kind}", "what reads images is built beside the family's own layers"

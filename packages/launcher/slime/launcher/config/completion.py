@@ -13,7 +13,7 @@ from typing import Any
 from slime.buffer.settings import BufferSettings
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.files import read_regular
-from slime.types.models.vision import vision_of
+from slime.types.models.vision import trained_vision
 
 
 def with_needs_of_training(
@@ -38,7 +38,8 @@ def with_needs_of_training(
         # else.
         rules["release_committed"] = trains and not (trainer.no_save_optim or trainer.ref_update_interval)
     config = _config(trainer.hf_checkpoint)
-    rules["text_only"] = buffer.text_only or (config is not None and vision_of(config) is None)
+    reads_text = config is not None and trained_vision(config, trainer.train_vision) is None
+    rules["text_only"] = buffer.text_only or reads_text
     size = vocab_size or _vocab_size(config or {})
     if buffer.max_token_id is None and size:
         rules["max_token_id"] = size - 1

@@ -36,6 +36,8 @@ def imply(values: dict[str, Any]) -> None:
         if values.get("global_batch_size") is None:
             values.setdefault("num_steps_per_rollout", 1)
         _use_invariant_kernels(values)
+    if values.get("multimodal_keys"):
+        values.setdefault("train_vision", True)
     if values.get("rollout_function_path") == FULLY_ASYNC_FUNCTION:
         values.setdefault("fully_async", True)
     if are_plain((values.get("sglang_args") or {}).get("json_model_override_args")):

@@ -34,7 +34,8 @@ def checkpoints(subject: Subject) -> tuple[int, int, str] | None:
 
     trainer, settings = config.trainer, config.launcher
     try:
-        parameters = of_directory(trainer.hf_checkpoint, read_model_config(trainer.hf_checkpoint, trainer.model_name))
+        model = read_model_config(trainer.hf_checkpoint, trainer.model_name, train_vision=trainer.train_vision)
+        parameters = of_directory(trainer.hf_checkpoint, model)
         adapters = of_adapters(trainer.hf_checkpoint, trainer) if trainer.lora_rank else None
     except ConfigError:
         return None

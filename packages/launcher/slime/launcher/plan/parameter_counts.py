@@ -16,7 +16,7 @@ from slime.converters.megatron.rank_layout import Sizes, layers_of_stages
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, NotAvailable
 from slime.types.models.experts import experts_of
-from slime.types.models.vision import vision_of
+from slime.types.models.vision import trained_vision
 
 Config = Mapping[str, Any]
 
@@ -44,7 +44,8 @@ def of_adapters(directory: str | Path, settings: TrainerSettings) -> int:
     """
     from slime.trainer.backends.fsdp.lora import target_layers
 
-    layers = target_layers(_unallocated(directory), settings.lora_target_modules).values()
+    model = _unallocated(directory, settings.train_vision)
+    layers = target_layers(model, settings.lora_target_modules).values()
     return settings.lora_rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
@@ -58,7 +59,7 @@ def adapters_in_words(settings: TrainerSettings, config: Config, adapters: int, 
     return text if experts_of(config) is None else f"{text}; experts get no adapters"
 
 
-def _unallocated(directory: str | Path) -> Any:
+def _unallocated(directory: str | Path, train_vision: bool | None = None) -> Any:
     """Builds a model on the meta device. Raises InvalidFile."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -66,8 +67,8 @@ def _unallocated(directory: str | Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):
-            kind = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
-            return kind.from_config(config)
+            vision = trained_vision(config.to_dict(), train_vision)
+            return (AutoModelForCausalLM if vision is None else AutoModelForImageTextToText).from_config(config)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise InvalidFile(
             f"{directory}: transformers makes no model of its config.json: {error}",

@@ -81,7 +81,7 @@ class Plan:
         config = replace(config, trainer=config.trainer.on("cuda" if placement.has_gpus else "cpu"))
         self.config, self.hardware, self.placement, self.asynchronous = config, hardware, placement, asynchronous
         trainer, launcher = config.trainer, config.launcher
-        whole = read_model_config(trainer.hf_checkpoint, trainer.model_name)
+        whole = read_model_config(trainer.hf_checkpoint, trainer.model_name, train_vision=trainer.train_vision)
         self.model_config: Mapping[str, Any] = whole.get("text_config") or whole
         if placement.trainer_ranks:
             check_on_policy_model(trainer, on_gpu=placement.has_gpus)

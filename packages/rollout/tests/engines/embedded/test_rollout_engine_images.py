@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_tiny_vision import png, write_idefics3, write_llava, write_qwen2_5_vl, write_qwen2_vl, write_qwen3_vl
+from rollout_tiny_vision import (
+    png,
+    write_idefics3,
+    write_llava,
+    write_qwen2_5_vl,
+    write_qwen2_vl,
+    write_qwen3_5,
+    write_qwen3_vl,
+)
 
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -23,7 +31,10 @@ RED, BLUE, WIDE = png("red"), png("blue"), png("green", (32, 16))
 CASES = [("<image>which?", [RED]), ("<image>which?", [BLUE]), ("a<image>b<image>", [WIDE, RED]), ("text", [])]
 
 
-@pytest.fixture(scope="module", params=[write_llava, write_idefics3, write_qwen2_vl, write_qwen2_5_vl, write_qwen3_vl])
+WRITERS = [write_llava, write_idefics3, write_qwen2_vl, write_qwen2_5_vl, write_qwen3_vl, write_qwen3_5]
+
+
+@pytest.fixture(scope="module", params=WRITERS)
 def write(request: pytest.FixtureRequest) -> Callable[..., Path]:
     return request.param
 

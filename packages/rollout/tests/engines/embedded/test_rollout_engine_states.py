@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_tiny_vision import write_qwen3_5
 from safetensors import safe_open
+from safetensors.torch import save
 
 from slime.rollout.engines.embedded.endpoints.generate import make_response
-from slime.rollout.engines.embedded.model.loading import Loaded
+from slime.rollout.engines.embedded.model.loading import Loaded, load
 from slime.rollout.engines.embedded.model.names import disk_tensors
 from slime.rollout.engines.embedded.model.padded import state_tokens, token_bytes
 from slime.rollout.engines.embedded.model.params import SamplingParams
+from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.embedded.scheduling.scheduler import Scheduler
+from slime.types.errors import InvalidField
 
 VOCABULARY = 40
 TEXT: dict[str, Any] = {
@@ -83,3 +87,26 @@ def test_new_weights_come_by_the_names_of_the_files(tmp_path: Path, kind: str) -
     with safe_open(tmp_path / "model.safetensors", "pt") as files:
         names = {name for name in files.keys() if not name.startswith("model.visual.")}  # noqa: SIM118
         assert disk_tensors(made).keys() == names
+
+
+def test_updates_of_a_trainer_of_text_leave_what_sees_as_it_is(tmp_path: Path) -> None:
+    loaded = load(EmbeddedOptions(model_path=str(write_qwen3_5(tmp_path))))
+    weights = ModelWeights(loaded.model, "0", loaded.vision)
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    new = {name: tensor + 1 for name, tensor in before.items()}
+    seeing = {name for name in new if name.startswith("model.visual.")}
+    first, *_, last = sorted(seeing)
+    text = {name: tensor for name, tensor in new.items() if name not in seeing}
+    weights.load_bucket(save(text), "1", last=True)
+    assert weights.version == "1" and not weights.incomplete
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(tensor, before[name] if name in seeing else new[name]), name
+    # All of it comes from a trainer of images, and a part of it from none.
+    with pytest.raises(InvalidField, match=rf"{last}: got missing, with 0 others"):
+        weights.load_bucket(save({name: tensor for name, tensor in new.items() if name != last}), "2", last=True)
+    with pytest.raises(InvalidField, match="got missing"):
+        weights.load_bucket(save({name: new[name] for name in seeing}), "2", last=True)
+    with pytest.raises(InvalidField, match="got missing"):
+        weights.load_bucket(save(text | {first: new[first]}), "2", last=True)
+    weights.load_bucket(save(new), "2", last=True)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in weights.tensors.items())

@@ -57,7 +57,7 @@ def build_backend(
     from slime.trainer.backends.megatron.hooks import Hooks
 
     explicit = dict(megatron or {})
-    config = read_model_config(settings.hf_checkpoint, settings.model_name)
+    config = read_model_config(settings.hf_checkpoint, settings.model_name, train_vision=settings.train_vision)
     check_model_args(explicit, config)
     args = model_args(config, explicit)
     _refuse_dropped(settings, explicit)

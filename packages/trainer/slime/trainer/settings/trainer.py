@@ -74,6 +74,11 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     freeze_params_name_list: list[str] | None = setting(
         None, "Regular expressions searched in Megatron's parameter names: do not train these (megatron)", metavar="RE"
     )
+    train_vision: bool | None = setting(
+        None,
+        "Build and train the part of a dense Qwen3.5 that reads images, as a run on images needs: --multimodal-keys "
+        "turns it on. Every other model that reads images is trained whole",
+    )
     enable_mtp_training: bool = setting(False, "Train the multi-token-prediction layers too (megatron)")
     custom_model_provider_path: str | None = setting(
         None, "Function that makes the model, in place of the default (megatron)", metavar="PATH"

@@ -30,7 +30,8 @@ class Vision:
     by_prompt: the arrays have a leading dimension that counts prompts.
     grids: for models that count the positions of image tokens by time, height and width: the argument with the number
     of patches along each, [images, 3]. A token covers merge x merge patches; image_token: its id.
-    model_type: the family's name in config.json.
+    model_type: the family's name in config.json. optional: for families whose vision part a trainer leaves out in runs
+    on text: how the names of its tensors begin.
     """
 
     arguments: tuple[str, ...]
@@ -39,6 +40,7 @@ class Vision:
     merge: int = 1
     image_token: int = -1
     model_type: str = ""
+    optional: str = ""
 
     def take(self, output: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Returns the `multimodal_train_inputs` of one prompt, from the processor's output for it."""
@@ -91,7 +93,7 @@ _GRIDS = Vision(("pixel_values", "image_grid_thw"), grids="image_grid_thw", merg
 # By model_type of config.json. Models whose image tokens attend to each other in both directions are not supported.
 _VISIONS = {
     "llava": Vision(("pixel_values",)), "idefics3": _TILES, "smolvlm": _TILES, "qwen2_vl": _GRIDS, "qwen2_5_vl": _GRIDS,
-    "qwen3_vl": _GRIDS,
+    "qwen3_vl": _GRIDS, "qwen3_5": replace(_GRIDS, optional="model.visual."),
 }  # fmt: skip
 FAMILIES = {model_type: replace(vision, model_type=model_type) for model_type, vision in _VISIONS.items()}
 
@@ -101,8 +103,19 @@ def vision_of(config: Mapping[str, Any]) -> Vision | None:
     found = FAMILIES.get(str(config.get("model_type")))
     if found is None or not found.grids:
         return found
+    if found.optional and config.get("vision_config") is None:
+        return None
     merge = (config.get("vision_config") or {}).get("spatial_merge_size", found.merge)
     return replace(found, merge=merge, image_token=config.get("image_token_id", found.image_token))
+
+
+def trained_vision(config: Mapping[str, Any], train_vision: bool | None) -> Vision | None:
+    """Returns the family of a config.json as a trainer builds it; None if it builds a model that reads text only.
+
+    train_vision: the value of --train-vision.
+    """
+    found = vision_of(config)
+    return None if found is not None and found.optional and not train_vision else found
 
 
 def require_vision(directory: str, flag: str) -> Vision:

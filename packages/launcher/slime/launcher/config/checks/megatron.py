@@ -11,6 +11,7 @@ from slime.converters.megatron.flags import check_backend
 from slime.launcher.config.settings import LauncherSettings
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
+from slime.types.models.vision import trained_vision
 from slime.types.plugin_contracts import CONTRACTS
 from slime.types.plugins import load_setting
 from slime.types.setting_values import flag_name
@@ -63,7 +64,8 @@ def check_model(launcher: LauncherSettings, trainer: TrainerSettings, values: Ma
             _check_checkpoint(flag, directory, config, source, trainer.model_name)
         args = model_args(config, values)
         sizes = rank_layout.sizes_of(args, _ranks(launcher))
-        rank_layout.check_images(args, config, sizes, own_model=trainer.custom_model_provider_path is not None)
+        if trained_vision(config, trainer.train_vision) is not None:
+            rank_layout.check_images(args, config, sizes, own_model=trainer.custom_model_provider_path is not None)
         _check_loss(trainer, values)
 
 

@@ -35,7 +35,7 @@ from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
 from slime.types.files import check_readable, no_directory
 from slime.types.models.experts import experts_of
-from slime.types.models.vision import require_vision
+from slime.types.models.vision import require_vision, vision_of
 from slime.types.prompt_files.readers import reader_of
 from slime.types.prompt_files.slices import split_slice
 from slime.types.setting_values import flag_name
@@ -287,6 +287,8 @@ def check_other_files(args: Mapping[str, Any]) -> None:
         check_rank(args["lora_rank"], json.loads((Path(args["hf_checkpoint"]) / "config.json").read_text()))
     if not args["debug_train_only"] and not args["debug_rollout_only"]:
         check_quantization(args)
+    if args["train_vision"] is not None:
+        _check_vision(args)
     if args["multimodal_keys"]:
         _check_processor(args["hf_checkpoint"], args["rollout_engine"])
         for name in ("critic_load", "ref_load", "opd_teacher_load"):
@@ -302,6 +304,17 @@ def check_other_files(args: Mapping[str, Any]) -> None:
 def _check_experts(flag: str, directory: str) -> None:
     if experts_of(json.loads((Path(directory) / "config.json").read_text())) is None:
         raise InvalidSetting.requires(flag, "a mixture of experts", f"--hf-checkpoint {directory} has no experts")
+
+
+def _check_vision(args: Mapping[str, Any]) -> None:
+    typed = as_typed("train_vision", args["train_vision"])
+    if args["train_vision"]:
+        require_vision(args["hf_checkpoint"], "--multimodal-keys" if args["multimodal_keys"] else typed)
+    elif args["multimodal_keys"]:
+        raise InvalidSetting.conflict(typed, "--multimodal-keys", "what reads images would not be there")
+    elif (vision := vision_of(json.loads((Path(args["hf_checkpoint"]) / "config.json").read_text()))) is not None:
+        if not vision.optional:
+            raise NotAvailable.unavailable(f"{typed} of a {vision.model_type}", "it is trained whole")
 
 
 def _check_processor(directory: str, engine: str) -> None:

@@ -35,7 +35,7 @@ class SGLang(EngineKind):
     server_flags = None
     invariant_kernels = {"enable_deterministic_inference": True, "attention_backend": "fa3"}
     own_settings = {"rollout_num_gpus_per_engine": ""}
-    image_models = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+    image_models = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"})
     aborts_before_stop = True
     nuclei = {"return_sampling_mask": True}
     nuclei_need_top_k = True

@@ -150,8 +150,8 @@ class FsdpBackend(Backend):
 
     def _load(self, weights: str | None) -> tuple[nn.Module, str]:
         """Loads the model to train; returns it and the flag that named its directory."""
-        flag = "--load" if weights else "--hf-checkpoint"
-        return loading.load_model(weights or self.settings.hf_checkpoint, flag=flag), flag
+        path, flag = (weights, "--load") if weights else (self.settings.hf_checkpoint, "--hf-checkpoint")
+        return loading.load_model(path, flag=flag, train_vision=self.settings.train_vision), flag
 
     def _add_adapters(self, policy: nn.Module, weights: str | None) -> Adapters | None:
         """Freezes the policy and adds the adapters of --lora-rank, those in the directory `weights` if it is given."""
@@ -166,7 +166,7 @@ class FsdpBackend(Backend):
 
     def _load_compared(self, path: str, flag: str) -> nn.Module:
         """Loads a model that scores the policy's rows and does not train."""
-        model = loading.load_model(path, flag=flag)
+        model = loading.load_model(path, flag=flag, train_vision=self.settings.train_vision)
         loading.check_vocabulary(model.config, self.vocab_size, flag, path)
         if self._engine is not None:
             check_engine_layers(model.config.to_dict(), flag)

@@ -48,7 +48,7 @@ class FsdpCritic(FsdpBackend):
 
         flag = "--load" if weights else "--critic-load" if self.settings.critic_load else "--hf-checkpoint"
         path = weights or self.settings.critic_load or self.settings.hf_checkpoint
-        critic = load_critic(path, flag=flag)
+        critic = load_critic(path, flag=flag, train_vision=self.settings.train_vision)
         if path != self.settings.hf_checkpoint:
             policy = AutoConfig.from_pretrained(self.settings.hf_checkpoint).get_text_config()
             loading.check_vocabulary(critic.config, policy.vocab_size, flag, path)
@@ -58,7 +58,7 @@ class FsdpCritic(FsdpBackend):
         return []
 
 
-def load_critic(path: str, *, flag: str) -> nn.Module:
+def load_critic(path: str, *, flag: str, train_vision: bool | None = None) -> nn.Module:
     """Loads a language model with a head [1, hidden]: that of a critic's directory, zeros for any other model.
 
     With zeros every value is 0 until the first update. Raises as `load_model` does.
@@ -69,7 +69,7 @@ def load_critic(path: str, *, flag: str) -> nn.Module:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        model: Any = loading.load_model(path, flag=flag, other_head=True)
+        model: Any = loading.load_model(path, flag=flag, other_head=True, train_vision=train_vision)
     finally:
         logging.set_verbosity(verbosity)
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)

@@ -16,15 +16,16 @@ from slime.trainer.backends.fsdp.vision import accept_images
 from slime.trainer.settings.adapters import check_adapter, refuse_adapter
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable
 from slime.types.files import no_directory
-from slime.types.models.vision import vision_of
+from slime.types.models.vision import trained_vision, vision_of
 
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 
 
-def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
+def load_model(path: str, *, flag: str, other_head: bool = False, train_vision: bool | None = None) -> nn.Module:
     """Loads a Hugging Face directory in float32, in eval mode (no dropout), with attention over packed rows.
 
-    other_head: the output layer will be replaced, so the one in the files may have any shape.
+    other_head: the output layer will be replaced, so the one in the files may have any shape. train_vision: the value
+    of --train-vision.
 
     Raises MissingFile, InvalidFile or InvalidSetting naming `flag`, NotAvailable for layers that cannot handle packed
     rows.
@@ -52,7 +53,9 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
         if kind not in _PACKABLE and not (kind == "linear_attention" and model_type in FAMILIES):
             raise NotAvailable.unavailable(f"layer_types {kind}", "these layers cannot handle packed rows").at(flag)
     try:
-        model_class = AutoModelForCausalLM if vision_of(config.to_dict()) is None else AutoModelForImageTextToText
+        model_class = AutoModelForImageTextToText
+        if trained_vision(config.to_dict(), train_vision) is None:
+            model_class = AutoModelForCausalLM
         how: dict[str, Any] = {
             "config": config, "dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True,
             "ignore_mismatched_sizes": other_head,
@@ -65,8 +68,9 @@ def load_model(path: str, *, flag: str, other_head: bool = False) -> nn.Module:
     except (OSError, ValueError) as error:
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
-    use_packed_delta_nets(model)
-    use_packed_attention(model if model_class is AutoModelForCausalLM else model.get_decoder(), flag=flag)
+    language = model if model_class is AutoModelForCausalLM else model.get_decoder()
+    use_packed_delta_nets(language)
+    use_packed_attention(language, flag=flag)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             # Rows have no padding: where this token occurs the model wrote it, and it trains like any other.

@@ -43,7 +43,7 @@ from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import WrongState
 from slime.types.models.experts import Experts
-from slime.types.models.vision import vision_of
+from slime.types.models.vision import trained_vision
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class MegatronBackend(Backend):
         self.args = dict(args)
         self.config = config
         self.hooks = hooks or Hooks()
-        self.vision = vision_of(config)
+        self.vision = trained_vision(config, settings.train_vision)
         if self.vision is not None:
             sizes = sizes_of(self.args, ranks.world_size)
             check_images(self.args, config, sizes, own_model=self.hooks.model_provider is not None)

@@ -1,11 +1,12 @@
-"""A GPTModel that reads images, as Qwen3-VL does: transformers' own vision tower before layers of Megatron.
+"""A GPTModel that reads images, as Qwen3-VL and Qwen3.5 do: transformers' own vision tower before layers of Megatron.
 
     L  tokens of the row that this rank holds       S  those of them that it computes between layers: L, or with
     I  image tokens of the whole row                   sequence parallelism its share of L
     M  image tokens among the S
 
 The tower is whole on every rank of the first pipeline stage, and each of them computes all images of a row. A rank puts
-the features of its own tokens in the place of their embeddings, and adds others to the outputs of its first layers.
+the features of its own tokens in the place of their embeddings, and adds others to the outputs of its first layers, if
+the model has such (Qwen3-VL).
 With sequence parallelism ranks have the gradients of different tokens, which Megatron adds up as those of norms; with
 context parallelism too, which it adds up as those of replicas.
 """
@@ -27,8 +28,22 @@ from slime.trainer.backends.megatron.model.head import PolicyModel
 from slime.trainer.backends.megatron.model.row import RowImages
 from slime.types.errors import InvalidField
 
-# The default of transformers' Qwen3VLTextRotaryEmbedding.
-_MROPE_SECTION = (24, 20, 20)
+# Defaults of transformers' Qwen3VLTextRotaryEmbedding and Qwen3_5TextRotaryEmbedding, by model_type.
+_MROPE_SECTIONS = {"qwen3_vl": (24, 20, 20), "qwen3_5": (11, 11, 10)}
+
+
+def _plain_tower(config: Mapping[str, Any]) -> nn.Module:
+    if config["model_type"] == "qwen3_5":
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+        sees = Qwen3_5Config.from_dict(dict(config)).vision_config
+        return Qwen3_5VisionModel._from_config(sees, dtype=torch.float32)
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    sees = Qwen3VLConfig.from_dict(dict(config)).vision_config
+    return Qwen3VLVisionModel._from_config(sees, dtype=torch.float32)
 
 
 class VisionTower(nn.Module):
@@ -38,11 +53,7 @@ class VisionTower(nn.Module):
         self, config: Mapping[str, Any], dtype: torch.dtype, *, recompute: bool, sequence_parallel: bool
     ) -> None:
         super().__init__()
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-        made = Qwen3VLConfig.from_dict(dict(config)).vision_config
-        self.tower = Qwen3VLVisionModel._from_config(made, dtype=torch.float32)
+        self.tower = _plain_tower(config)
         self.to(dtype)
         if recompute:
             self.tower._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
@@ -63,7 +74,7 @@ class VisionTower(nn.Module):
         weight = self.tower.pos_embed.weight
         pixels, grids = (images[name].to(weight.device) for name in ("pixel_values", "image_grid_thw"))
         seen = self.tower(pixels.to(weight.dtype), grid_thw=grids, return_dict=True)
-        return [seen.pooler_output, *seen.deepstack_features]
+        return [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +93,14 @@ class VisionModel(PolicyModel):
 
     def __init__(self, *args: Any, vision: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rotary_axes = rotary_axes(vision, self.config.kv_channels)
+        self.rotary_axes = rotary_axes(vision, 2 * self.rotary_pos_emb.inv_freq.numel())
         if not self.pre_process:
             return
         self.visual = VisionTower(
             vision, self.config.params_dtype, recompute=self.config.recompute_granularity == "full",
             sequence_parallel=self.config.sequence_parallel,
         )  # fmt: skip
-        for number in range(len(vision["vision_config"]["deepstack_visual_indexes"])):
+        for number in range(len(vision["vision_config"].get("deepstack_visual_indexes") or ())):
             self.decoder.layers[number].register_forward_hook(_Feed(number), with_kwargs=True)
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
@@ -163,11 +174,12 @@ class _Feed:
 
 
 def rotary_axes(config: Mapping[str, Any], channels: int) -> list[int]:
-    """Returns for each of the `channels` of a head the axis (0 time, 1 height, 2 width) whose position rotates it.
+    """Returns for each of the `channels` that positions rotate in a head the axis (0 time, 1 height, 2 width) of its
+    position.
 
     Axes alternate, and time has the channels that are left.
     """
-    sections = rope(text_of(config)).get("mrope_section", _MROPE_SECTION)
+    sections = rope(text_of(config)).get("mrope_section", _MROPE_SECTIONS[config["model_type"]])
     half = [0] * (channels // 2)
     for axis in (1, 2):
         for place in range(axis, min(3 * sections[axis], len(half)), 3):

@@ -18,19 +18,24 @@ from safetensors.torch import load as load_bytes
 
 from slime.rollout.engines.embedded.model.names import disk_tensors
 from slime.types.errors import InvalidField, InvalidFile, MissingFile, WrongState, counted
+from slime.types.models.vision import Vision
 from slime.types.weight_deltas.buckets import TensorDelta, VersionDelta, apply_tensor, read_bucket, read_index
 
 
 class ModelWeights:
     """The weights of `model` by their names in its files. Not thread-safe: only the scheduler's thread calls it."""
 
-    def __init__(self, model: Any, version: str) -> None:
-        """Raises NotAvailable, naming a tensor, for a model whose tensors do not correspond to those of its files."""
+    def __init__(self, model: Any, version: str, vision: Vision | None = None) -> None:
+        """vision: the family of a model that reads images.
+
+        Raises NotAvailable, naming a tensor, for a model whose tensors do not correspond to those of its files.
+        """
         self.version = version
         self.incomplete = False
         self.writes = 0
         """Grows with every change of the tensors."""
         self.tensors = disk_tensors(model)
+        self._optional = vision.optional if vision is not None else ""
         self._seen: set[int] = set()
         self._pending_version: str | None = None
 
@@ -129,7 +134,7 @@ class ModelWeights:
         seen = self._seen | {self.tensors[name].data_ptr() for name in tensors}
         if last:
             missing = [name for name, target in self.tensors.items() if target.data_ptr() not in seen]
-            if missing:
+            if missing and missing != self._untrained():
                 raise InvalidField(
                     missing[0], f"missing, with {counted(len(missing) - 1, 'other')}", "a tensor in some bucket"
                 )
@@ -138,6 +143,10 @@ class ModelWeights:
         self._seen = seen
         if last:
             self.version, self.incomplete, self._pending_version = version, False, None
+
+    def _untrained(self) -> list[str]:
+        """Returns the names of the tensors that a trainer of text does not have: an update has all of them or none."""
+        return [name for name in self.tensors if self._optional and name.startswith(self._optional)]
 
 
 def _is_wider(held: torch.dtype, sent: torch.dtype) -> bool:

@@ -86,7 +86,7 @@ class Scheduler:
     def __init__(self, loaded: Loaded, options: EmbeddedOptions) -> None:
         self._loaded = loaded
         self._options = options
-        self.weights = ModelWeights(loaded.model, options.weight_version)
+        self.weights = ModelWeights(loaded.model, options.weight_version, loaded.vision)
         self._rng = np.random.default_rng(options.random_seed)
         self._inbox: queue.SimpleQueue[SubmittedRequest | Call | Pieces | None] = queue.SimpleQueue()
         # Unanswered requests, in the order of arrival.

@@ -98,9 +98,12 @@ def hf_names_left_out(args: Mapping[str, Any], config: Config) -> list[str]:
 
 def hf_names_untrained(hf_dir: str | Path, config: Config) -> list[str]:
     """Returns the names of the tensors in `hf_dir` that are the model's and that no Megatron parameter is made of."""
-    patterns = find_family(config).untrained
-    names = SafetensorsDir(hf_dir).tensors if patterns else {}
-    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    family = find_family(config)
+    if not family.untrained:
+        return []
+    made = {block.name for parameter in family.parameters(config) for block in parameter.blocks}
+    names = (name for name in SafetensorsDir(hf_dir).tensors if name not in made)
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in family.untrained)]
 
 
 def _read(source: HfSource, piece: Slice, target: Tensor) -> None:
