@@ -216,7 +216,9 @@ def test_log_probs_and_gradients_are_near_those_of_bfloat16(paths: Callable[[str
     # Were it not for FP8, the same layers would give the same bits.
     assert off.mean() > 2e-3, text
     assert off.mean() < 0.18 and off.max() < 0.8, text
-    assert again == 0 and trained <= max(2 * usual, 1e-2), text
+    # Experts one by one are added up in an order that varies: a last bit before FP8 may be a step of it after.
+    moved = 0.0 if kind == "dense" or "moe_grouped_gemm" in others else 0.5
+    assert again <= moved and trained <= max(2 * usual, 1e-2, moved), text
     assert whole > 0.975 and min(each.values()) > 0.94, text
 
 
@@ -349,7 +351,7 @@ def test_no_weight_in_fp8_stays_after_a_pass(paths: Callable[[str], str], case: 
         del backend
         end()
         gc.collect()
-    # Those of both directions would take nearly as much as the weights in bfloat16.
+    # Factors and values of both directions would take nearly as much as the weights in bfloat16.
     print(f"{case}: {held[0]:,} bytes in bfloat16, {held[1]:,} in FP8; weights {weights:,}")
     assert held[1] - held[0] < weights / 2, (held, weights)
 

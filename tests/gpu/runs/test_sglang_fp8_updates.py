@@ -1,6 +1,6 @@
 """Weight updates to a real SGLang engine that holds FP8 in blocks, by CUDA IPC and through a directory.
 
-    pytest tests/gpu/test_sglang_fp8_updates.py
+    pytest tests/gpu/runs/test_sglang_fp8_updates.py
 
 The model is a small Qwen3 with random weights, written as published ones in FP8 are. Trainer and engine share a GPU of
 Hopper's or Ada's. SLIME_TEST_ATTENTION: see `--sglang-attention-backend`.
