@@ -25,7 +25,8 @@ from slime.types import Sample
 from slime.types.clients import Engine, SampleSummary
 
 WORDS, LENGTH = 512, 96
-START_SECONDS = 400
+# SGLang compiles kernels of INT4 for some ten minutes at its first start on a machine.
+START_SECONDS = 900
 
 Function = Callable[[EngineClient], Any]
 

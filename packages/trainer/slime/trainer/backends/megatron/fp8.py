@@ -63,7 +63,7 @@ def check_weights(chunks: Iterable[torch.nn.Module], config: TransformerConfig) 
     multiply."""
     if not config.fp8:
         return
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # pants: no-infer-dep
 
     for chunk in chunks:
         modules = [(n, m) for n, m in chunk.named_modules() if isinstance(m, TransformerEngineBaseModule)]
