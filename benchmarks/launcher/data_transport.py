@@ -49,10 +49,9 @@ class Reader:
     """A trainer's rank, as far as it reads."""
 
     def __init__(self, rank: int, master: str, address: str, token_file: str, blobs: KeeperReader) -> None:
-        import torch.distributed as dist
+        from slime.trainer.process.collective import Ranks
 
-        self.rank = rank
-        dist.init_process_group("gloo", init_method=f"file://{master}", rank=rank, world_size=2)
+        self.ranks = Ranks(rank, 2, f"file://{master}", SECONDS / 60)
         settings = RpcSettings(call_timeout_seconds=SECONDS, token_file=token_file)
         self.clients = {
             "grpc": BufferClient(address, settings=settings),
@@ -61,14 +60,13 @@ class Reader:
 
     def read(self, transport: str, positions: Sequence[int], shared: bool) -> int:
         """Returns the number of samples it then has."""
-        import torch.distributed as dist
-
         from slime.trainer.step.sharing import share
 
         from_other = shared and transport == "grpc"
-        samples = [] if from_other and self.rank else list(self.clients[transport].read_step(0, positions))
+        samples = [] if from_other and self.ranks.rank else list(self.clients[transport].read_step(0, positions))
         if from_other:
-            samples = share(samples, self.rank, 0, dist.group.WORLD)
+            assert self.ranks.control is not None
+            samples = share(samples, self.ranks, 0, self.ranks.control)
         return sum(sample.rollout_routed_experts is not None for sample in samples)
 
 

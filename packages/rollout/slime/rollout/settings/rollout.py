@@ -218,7 +218,7 @@ class RolloutSettings(
         "choice)",
         minimum=1,
     )
-    rollout_engine_start_seconds: float = setting(300.0, "Seconds that the engines may take to start", above=0)
+    rollout_engine_start_seconds: float = setting(1800.0, "Seconds that the engines may take to start", above=0)
     sglang_server_concurrency: int = setting(512, "Maximum number of samples in flight per engine", minimum=1)
     rollout_tune_concurrency: bool = setting(
         False,
