@@ -29,7 +29,7 @@ def test_engines_are_started_again_where_that_is_possible(monkeypatch: pytest.Mo
         return restart_limits(RolloutSettings(hf_checkpoint="none", **values))
 
     monkeypatch.setattr(state, "visible_gpus", list)
-    assert limits(rollout_engine_max_restarts=3) == RestartLimits(most=3, window_seconds=600, start_seconds=300)
+    assert limits(rollout_engine_max_restarts=3) == RestartLimits(most=3, window_seconds=600, start_seconds=1800)
     assert limits(colocate=True) is not None
     assert limits(use_fault_tolerance=False) is None
     assert limits(rollout_external_engine_addrs=["10.0.0.1:30000"]) is None
