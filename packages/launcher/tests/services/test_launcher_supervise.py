@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -163,6 +164,30 @@ def test_stopping_does_not_wait_for_what_has_not_come_up(service: str, tmp_path:
     began = time.monotonic()
     supervisor.stop()
     assert time.monotonic() - began < 300
+
+
+def test_no_start_calls_ray_after_its_stop(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor(tmp_path, start_seconds=60, stop_seconds=10)
+    process, granting, closed = supervisor.spawn("buffer", {}), threading.Event(), threading.Event()
+
+    def grant(key: object, host: str) -> bytes:
+        granting.set()
+        closed.wait(60)
+        return b""
+
+    def start() -> None:
+        with suppress(ServiceDied):
+            supervisor.start(process, service, "good", RpcSettings())
+
+    monkeypatch.setattr(supervisor.authority, "grant", grant)
+    monkeypatch.setattr(supervisor.authority, "close", closed.set)
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert granting.wait(60)
+    supervisor.stop()
+    # The thread called Ray while it was stopped, and not later, when Ray may have ended.
+    assert [future.done() for future in supervisor._calls] == [True]
+    thread.join(60)
 
 
 def test_the_first_failure_of_several_calls_does_not_wait_for_the_rest(supervisor: Supervisor) -> None:

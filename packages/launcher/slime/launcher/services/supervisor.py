@@ -77,6 +77,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._noting = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=MOST_CALLS, thread_name_prefix="call")
+        self._calls: list[Future[Any]] = []
         self._meeting: ScratchDirectory | None = None
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
@@ -267,7 +268,8 @@ class Supervisor:
     def call_once(self, functions: Sequence[Callable[[], T]], *, without: Sequence[Process] = ()) -> list[T]:
         """Runs `functions` at the same time, and repeats none. Raises ServiceDied if one of the processes `without`
         which they cannot end is lost: while lost services are started again, nobody else looks for losses."""
-        return self._results([self._pool.submit(function) for function in functions], without)
+        self._calls = futures = [self._pool.submit(function) for function in functions]
+        return self._results(futures, without)
 
     def _results(self, futures: list[Future[T]], without: Sequence[Process] = ()) -> list[T]:
         waiting: set[Future[Any]] = set(futures)
@@ -371,6 +373,8 @@ class Supervisor:
             self._end_meeting()
         self.authority.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        # A thread that calls Ray when it has ended would end this process, with an exit code of Ray's.
+        wait(self._calls, timeout=AFTERMATH_SECONDS)
 
     def _watch(self, process: Process, reference: Any) -> None:
         import ray
