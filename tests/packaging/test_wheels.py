@@ -148,7 +148,7 @@ NAMES = {
     "yaml": "pyyaml",
 }
 # Imported where they happen to be installed, and required by nobody.
-OPTIONAL = {"sglang", "triton", "uvloop"}
+OPTIONAL = {"sglang", "transformer-engine", "triton", "uvloop"}
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
