@@ -25,7 +25,7 @@ from slime.types import Sample
 from slime.types.clients import Engine, SampleSummary
 
 WORDS, LENGTH = 512, 96
-# SGLang compiles kernels of INT4 for some ten minutes at its first start on a machine.
+# At its first start on a machine SGLang compiles its kernels for INT4, for more than 400 s.
 START_SECONDS = 900
 
 Function = Callable[[EngineClient], Any]

@@ -245,12 +245,13 @@ def test_a_response_taken_up_again_keeps_its_tokens(
     assert np.abs(given - wanted).mean() < BOUND, (given, wanted)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+# Megatron has no Qwen2.5-VL.
+@pytest.mark.parametrize(
+    ("family", "backend"), [("qwen2_5_vl", "fsdp"), ("qwen3_vl", "fsdp"), ("qwen3_vl", "megatron")], indirect=["family"]
+)
 def test_a_colocated_run_trains_on_what_its_engine_saw(
     family: str, backend: str, directory: Path, tmp_path: Path
 ) -> None:
-    if (family, backend) == ("qwen2_5_vl", "megatron"):
-        pytest.skip("Megatron has no Qwen2.5-VL")
     rows = [
         {"prompt": "which<image>?", "images": ["first.png"], "label": "a"},
         {"prompt": "<image>or<image>?", "images": ["wide.png", "second.png"], "label": "e"},

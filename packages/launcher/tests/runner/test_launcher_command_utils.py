@@ -86,7 +86,7 @@ def test_an_interrupt_stops_a_program_in_order_and_all_that_it_started(tmp_path:
     assert driver.returncode != 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a child is not told of its parent's death")
 def test_a_program_stops_in_order_where_the_process_that_runs_it_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     driver = subprocess.Popen(

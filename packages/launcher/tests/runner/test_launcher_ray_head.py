@@ -38,7 +38,7 @@ else:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a child is not told of its parent's death")
 def test_a_killed_process_leaves_no_ray_and_its_directory_goes_with_the_next() -> None:
     words = [sys.executable, "-c", DRIVER]
     environment = os.environ | {"PYTHONPATH": module_path()}

@@ -211,6 +211,21 @@ def written(directory: Path, case: str) -> tuple[dict[str, Any], dict[str, torch
     return found, load_file(directory / f"{case}-gradients.safetensors"), load_file(directory / f"{case}.safetensors")
 
 
+def assert_same_step(expected: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+    """Compares results of `of_one_rank` and `written`, of models with gated delta nets in float32: the loss, the
+    log-probs of each sample, metrics, and gradients by their norms."""
+    (numbers, gradients, _), (found, of_layout, _) = expected, got
+    np.testing.assert_allclose(found["loss"], numbers["loss"], rtol=1e-4)
+    for position, values in numbers.items():
+        if position.isdigit():
+            np.testing.assert_allclose(found[position], values, rtol=0, atol=1e-4, err_msg=position)
+    for name in ("train/grad_norm", "train/entropy_loss"):
+        np.testing.assert_allclose(found["step"][name], numbers["step"][name], rtol=1e-3, err_msg=name)
+    assert of_layout.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (of_layout[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+
+
 def of_transformers(model: Path, samples: list[Any]) -> torch.Tensor:
     """Returns the log-probs of the samples' responses, end to end, as transformers computes them."""
     from transformers import AutoModelForCausalLM

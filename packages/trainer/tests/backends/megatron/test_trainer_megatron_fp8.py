@@ -69,13 +69,15 @@ def test_a_process_that_cannot_compute_in_fp8_refuses_it(
     fp8.require({"transformer_impl": "local"}, CPU, bf16=False)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="without Transformer Engine")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
 def test_layers_that_are_not_installed_are_named() -> None:
     with pytest.raises(NotAvailable, match=r'package transformer-engine: pip install "transformer-engine\[pytorch\]"'):
         fp8.require(E4M3, GPU, bf16=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("experts", [0, 4])
 def test_a_trainer_on_a_cpu_refuses_before_it_builds_the_model(tmp_path: Path, experts: int) -> None:
     model = write_model(tmp_path, experts=experts)

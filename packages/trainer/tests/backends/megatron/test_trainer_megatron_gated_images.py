@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_megatron_ranks import GATED_VISION_CASES as CASES
-from trainer_megatron_ranks import of_one_rank, run_layouts, written
+from trainer_megatron_ranks import assert_same_step, of_one_rank, run_layouts, written
 from trainer_tiny import Runner, alone, make_samples, make_settings
 from trainer_tiny_vision import IMAGE, make_image_samples, write_vision_model
 
@@ -105,17 +105,7 @@ def one_rank(models: Path) -> Any:
 
 @pytest.mark.parametrize("case", CASES[2])
 def test_two_ranks_have_the_numbers_of_one_rank_of_fsdp(results: dict[int, Path], one_rank: Any, case: str):
-    found, gradients, _ = one_rank
-    got, of_layout, _ = written(results[2], case)
-    assert got["loss"] == pytest.approx(found["loss"], rel=1e-4)
-    for position, values in found.items():
-        if position.isdigit():
-            assert got[position] == pytest.approx(values, abs=1e-4), position
-    for name in ("train/grad_norm", "train/entropy_loss"):
-        assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-3), name
-    assert of_layout.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert (of_layout[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+    assert_same_step(one_rank, written(results[2], case))
 
 
 def test_what_sees_is_saved_exported_and_converted_both_ways(models: Path, tmp_path: Path):

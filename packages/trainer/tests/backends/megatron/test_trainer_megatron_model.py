@@ -68,7 +68,7 @@ def test_bfloat16_weights_travel_between_stages_in_bfloat16():
     assert config.bf16 and config.params_dtype == config.pipeline_dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_kernels_that_are_not_there_are_not_used():
     asked = ("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
     config = config_of(num_experts=4, **dict.fromkeys(asked, True))
