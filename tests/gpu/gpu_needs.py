@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +130,20 @@ def make_samples(step: int, vocab_size: int, **fields: Any) -> list[Sample]:
     ]  # fmt: skip
 
 
-def train_on_words(directory: Path, model: str, words: int, *switches: str, **flags: Any) -> list[dict[str, Any]]:
+def train_on_words(
+    directory: Path,
+    model: str,
+    words: int,
+    *switches: str,
+    meanwhile: Callable[[Path], None] | None = None,
+    **flags: Any,
+) -> list[dict[str, Any]]:
     """Trains a model with `write_words` by `slime train` and SGLang: three iterations with random rewards, and every
     update of weights is checked. Returns the metrics of each iteration.
 
     switches, flags: of `slime train`, by their settings' names; flags replace those below. The trainer shares its GPU
-    with the engine unless `rollout_num_gpus` is among them.
+    with the engine unless `rollout_num_gpus` is among them. meanwhile: called with the directory of the run as soon as
+    its first iteration has ended.
     """
     prompts, run = directory / "prompts.jsonl", directory / "run"
     random = np.random.default_rng(1)
@@ -151,16 +161,34 @@ def train_on_words(directory: Path, model: str, words: int, *switches: str, **fl
     given = {name: value if isinstance(value, list) else [value] for name, value in values.items() if value is not None}
     typed = [word for name, words in given.items() for word in (_flag(name), *map(str, words))]
     command = [sys.executable, "-m", "slime.launcher.cli", "train", *typed, *map(_flag, names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    output = directory / "output.txt"
+    with output.open("w") as written, subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT) as process:
+        try:
+            if meanwhile is not None:
+                deadline = time.monotonic() + 400
+                while process.poll() is None and not steps_of(run) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                meanwhile(run)
+            process.wait(500)
+        finally:
+            # As a user would end it, so that its engines end too.
+            process.terminate()
     logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run / "logs").glob("*.log")))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "perf/step_time" in row]
+    assert process.returncode == 0, output.read_text()[-6000:] + logs
+    steps = steps_of(run)
     for step in steps:
         print({name: step.get(name) for name in ("train/train_rollout_logprob_abs_diff", "train/grad_norm")})
         assert step["train/grad_norm"] > 0
     assert len(steps) == values["num_rollout"]
     return steps
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """Returns the metrics of the iterations that have ended."""
+    metrics = run / "metrics.jsonl"
+    # The last line may be half written.
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return [row for row in map(json.loads, lines) if "perf/step_time" in row]
 
 
 def _flag(name: str) -> str:

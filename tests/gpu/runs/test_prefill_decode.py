@@ -2,7 +2,8 @@
 
     pytest tests/gpu/runs/test_prefill_decode.py
 
-The model is random and small; keys and values move by nixl. SLIME_TEST_ATTENTION: see `--sglang-attention-backend`.
+The model is random and small; keys and values move by nixl, and by mooncake over TCP where engines release their
+memory. SLIME_TEST_ATTENTION: see `--sglang-attention-backend`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gpu_needs import ATTENTION, needs, train_on_words, write_words_qwen3
@@ -23,7 +25,10 @@ from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 NUM_GPUS = 2
 WORDS = 1024
 NIXL = {"disaggregation_transfer_backend": "nixl"}
-LONG = {"rollout_max_response_len": 128, "lr": 1e-4}
+MOONCAKE = {"disaggregation_transfer_backend": "mooncake"}
+LONG: dict[str, Any] = {"rollout_max_response_len": 128, "lr": 1e-4}
+# Long enough for an engine to die while it generates.
+LONGER = LONG | {"rollout_max_response_len": 2048, "num_rollout": 4}
 pytestmark = needs(NUM_GPUS, "sglang", "nixl")
 
 
@@ -58,13 +63,52 @@ def test_external_engines_are_a_pair_and_read_the_weights_of_a_directory(
     model: str, pair: list[EngineProcess], tmp_path: Path
 ) -> None:
     addresses = [process.url.removeprefix("http://") for process in pair]
-    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": tmp_path / "weights"}
-    outside = {"rollout_external_engine_addrs": addresses, "rollout_num_gpus": 0, "sglang_mem_fraction_static": None}
+    disk: dict[str, Any] = {"update_weight_transport": "disk", "update_weight_disk_dir": tmp_path / "weights"}
+    outside: dict[str, Any] = {"rollout_external_engine_addrs": addresses, "rollout_num_gpus": 0, "sglang_mem_fraction_static": None}
     outside |= {"sglang_attention_backend": None, "sglang_max_total_tokens": None}
     check(train_on_words(tmp_path, model, WORDS, **LONG, **disk, **outside))
 
 
+def in_pairs(values: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"prefill_num_servers": 1, **{f"sglang_{name}": value for name, value in values.items()}, **more}
+
+
 @needs(3, "sglang", "nixl")
 def test_engines_of_a_run_are_a_pair_and_get_its_weights(model: str, tmp_path: Path) -> None:
-    pairs = {"prefill_num_servers": 1, "rollout_num_gpus": 2} | {f"sglang_{name}": NIXL[name] for name in NIXL}
-    check(train_on_words(tmp_path, model, WORDS, **LONG, **pairs))
+    check(train_on_words(tmp_path, model, WORDS, **LONG, **in_pairs(NIXL, rollout_num_gpus=2)))
+
+
+def test_a_pair_keeps_its_memory_beside_a_trainer_on_the_same_gpus(model: str, tmp_path: Path) -> None:
+    """Prefill beside rank 0, decode beside rank 1: each engine reads the weights from the rank on its GPU."""
+    pair = in_pairs(NIXL, actor_num_gpus_per_node=2)
+    check(train_on_words(tmp_path, model, WORDS, "no_offload_rollout", **LONG, **pair))
+
+
+@needs(NUM_GPUS, "sglang", "mooncake")
+def test_both_engines_of_a_pair_release_their_memory_to_the_trainer(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    pair = in_pairs(MOONCAKE, actor_num_gpus_per_node=2)
+    check(train_on_words(tmp_path, model, WORDS, "offload_rollout", "offload_train", **LONG, **pair))
+
+
+@pytest.mark.parametrize("stage", [PREFILL, DECODE])
+def test_a_run_goes_on_when_an_engine_of_its_only_pair_is_killed(model: str, tmp_path: Path, stage: str) -> None:
+    """It gets the weights that the other one has before requests go on."""
+    pair = in_pairs(NIXL, actor_num_gpus_per_node=2)
+    switches = ("no_offload_rollout", "use_fault_tolerance")
+    steps = train_on_words(tmp_path, model, WORDS, *switches, meanwhile=lambda _: kill(model, stage), **LONGER, **pair)
+    check(steps)
+    assert sum(step.get("rollout/engine_restarts", 0) for step in steps) == 1
+
+
+def kill(model: str, stage: str) -> None:
+    """Kills the server that does this part of the requests for a model."""
+    words = {f"--model-path={model}", f"--disaggregation-mode={stage}"}
+    (server,) = (
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if words <= set(process.info["cmdline"] or ()) and "slime.rollout.engines.sglang" not in process.info["cmdline"]
+    )
+    server.kill()

@@ -165,6 +165,15 @@ def test_engines_of_several_models_are_named_with_their_model(
     lines = plan(words, *parts, capsys=capsys)
     at = lines.index("  GPU 1: sglang-0, model default, prefill")
     assert lines[at + 1 : at + 3] == [f"  GPU {n}: sglang-{n - 1}, model default, decode" for n in (2, 3)]
+    shared = ["--prefill-num-servers", "1", "--colocate", "--actor-num-gpus-per-node", "3"]
+    lines = plan(words, *shared, "--dry-run-gpus", "3", capsys=capsys)
+    at = lines.index("  GPU 0: trainer rank 0 (dp 0), sglang-0, model default, prefill")
+    assert lines[at + 1 : at + 3] == [
+        f"  GPU {n}: trainer rank {n} (dp {n}), sglang-{n}, model default, decode" for n in (1, 2)
+    ]
+    assert "  colocated: the engines release their memory while the trainer works" in lines
+    assert cli.main(["train", *words, *shared, "--actor-num-nodes", "2", "--dry-run", "--dry-run-gpus", "3"]) == 2
+    assert "--prefill-num-servers 1 with engines on several nodes is not supported yet" in capsys.readouterr().err
     lines = planned("num_engines: 2", "num_engines: 1")
     at = lines.index("  CPU: 2 embedded engines of model policy")
     assert lines[at + 1] == "  CPU: 1 embedded engine of model judge"

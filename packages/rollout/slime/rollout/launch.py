@@ -111,7 +111,7 @@ def check_abilities(settings: RolloutSettings, fleet: Fleet) -> None:
 def check_member(settings: RolloutSettings, member: Member) -> None:
     """Does the work of `check_abilities` for one engine."""
     if member.stage:
-        refuse_in_pairs(settings, f"engine {member.name}, which does {member.stage}")
+        refuse_in_pairs(settings, f"engine {member.name}, which does {member.stage}", member.abilities.transfer_backend)
     for wanted, ability, flag in (
         (settings.deterministic, "seeded", "--deterministic"),
         (settings.offloads, "memory_saver", "--offload-rollout"),

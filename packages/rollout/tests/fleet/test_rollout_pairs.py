@@ -174,12 +174,12 @@ def test_engines_from_outside_the_run_are_pairs_too(fleet: Fleet) -> None:
     outside.start()
     check_abilities(settings, outside)
     assert answered(done(ask(outside, [5, 6]))) == [[6, 5, 1]]
-    for values, flag in (
-        ({"deterministic": True}, "--deterministic"),
-        ({"offload_rollout": True}, "--offload-rollout"),
+    for values, message in (
+        ({"deterministic": True}, "--deterministic and engine p0, which does prefill cannot be used together"),
+        ({"offload_rollout": True}, "--offload-rollout and disaggregation_transfer_backend nixl in engine p0, which d"),
     ):
         refused = RolloutSettings(hf_checkpoint="m", rollout_external_engine_addrs=addresses, **values)
-        with pytest.raises(InvalidSetting, match=f"{flag} and engine p0, which does prefill cannot be used together"):
+        with pytest.raises(InvalidSetting, match=message):
             check_abilities(refused, outside)
 
     # The only one of its kind cannot leave; once another has joined, it may.

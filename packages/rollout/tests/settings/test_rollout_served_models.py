@@ -99,7 +99,6 @@ def test_engines_of_a_model_may_be_pairs(tmp_path: Path) -> None:
         ({"rollout_top_k": 50}, "--rollout-top-k"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p"),
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
-        ({"offload_rollout": True}, "--offload-rollout"),
         ({"deterministic": True}, "--deterministic"),
     ],
 )
@@ -137,7 +136,6 @@ def test_the_number_of_engines_that_do_prefill_is_the_short_form(tmp_path: Path)
         ({}, "--prefill-num-servers 2 requires --rollout-num-gpus N, a multiple of 1 and at least 3"),
         ({"rollout_num_gpus": 2}, "--prefill-num-servers 2 requires --rollout-num-gpus N"),
         ({"rollout_num_gpus": 7, "rollout_num_gpus_per_engine": 2}, "a multiple of 2 and at least 6"),
-        ({"rollout_num_gpus": 4, "colocate": True}, "--prefill-num-servers and --colocate cannot be used together"),
         ({"rollout_num_gpus": 4, "rollout_external_engine_addrs": ["h:1"]}, "--prefill-num-servers and --rollout-ext"),
         ({"rollout_num_gpus": 4, "rollout_engine": "embedded"}, 
          "--rollout-engine embedded and --prefill-num-servers 2 cannot be used together: the embedded engine does all"),
@@ -151,6 +149,28 @@ def test_the_short_form_needs_gpus_of_its_own(values: dict[str, Any], message: s
     with pytest.raises(InvalidSetting) as caught:
         RolloutSettings(hf_checkpoint="m", prefill_num_servers=2, **values)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("backend, offload", [(None, None), ("mooncake", True), ("nixl", False)])
+def test_pairs_share_the_gpus_of_the_trainer(tmp_path: Path, backend: str | None, offload: bool | None) -> None:
+    args = {} if backend is None else {"disaggregation_transfer_backend": backend}
+    shared = {"colocate": True, "offload_rollout": offload, "rollout_num_gpus": 4}
+    short = RolloutSettings(hf_checkpoint="m", prefill_num_servers=1, sglang_args=args, **shared)
+    assert [group.num_gpus for group in short.served_models[0].groups] == [1, 3]
+    pair = [group | {"overrides": args} for group in PAIR]
+    in_file = settings(tmp_path, [{"name": "policy", "server_groups": pair}], colocate=True, offload_rollout=offload)
+    assert in_file.offloads is short.offloads is (offload is not False)
+
+
+@pytest.mark.parametrize("flag, offload", [("--colocate", None), ("--offload-rollout", True)])
+def test_memory_that_nixl_has_registered_is_not_released(tmp_path: Path, flag: str, offload: bool | None) -> None:
+    args, shared = {"disaggregation_transfer_backend": "nixl"}, {"colocate": True, "offload_rollout": offload}
+    with pytest.raises(InvalidSetting, match=f"{flag} and disaggregation_transfer_backend nixl in --prefill-num-serv"):
+        RolloutSettings(hf_checkpoint="m", prefill_num_servers=1, rollout_num_gpus=2, sglang_args=args, **shared)
+    # By the file, one engine may have another backend than the other.
+    groups = [PAIR[0], PAIR[1] | {"overrides": args}]
+    with pytest.raises(InvalidSetting, match=r"nixl in --sglang-config .*groups\[1\].*give --no-offload-rollout"):
+        settings(tmp_path, [{"name": "policy", "server_groups": groups}], **shared)
 
 
 def without(entry: dict[str, Any], key: str) -> dict[str, Any]:
@@ -232,7 +252,7 @@ def test_what_is_wrong_is_named_with_its_place(
     [
         ({"rollout_num_gpus": 5}, "--rollout-num-gpus must be 6, the sum over --sglang-config"),
         ({"rollout_external_engine_addrs": ["h:1"]}, "--sglang-config and --rollout-external-engine-addrs cannot"),
-        ({"colocate": True}, "--sglang-config and --colocate cannot be used together"),
+        ({"colocate": True}, "--sglang-config and --colocate cannot be used together: a trainer shares its GPUs"),
         ({"rollout_engine": "embedded"}, "--rollout-engine embedded requires num_engines in --sglang-config"),
     ],
 )

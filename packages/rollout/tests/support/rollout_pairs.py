@@ -30,7 +30,9 @@ LONGEST = 8
 
 def start(stage: str, name: str) -> EngineProcess:
     args = {"context_length": LONGEST} if stage == "decode" else {}
-    options = SGLangOptions(model_path="m", gpus=[], stage=stage, server=SERVER, args=args)
+    options = SGLangOptions(
+        model_path="m", gpus=[], stage=stage, server=SERVER, args={"disaggregation_transfer_backend": "nixl"} | args
+    )
     return start_sglang(options, name=name, api_key=KEY)
 
 

@@ -72,6 +72,12 @@ def share_optimizer(values: dict[str, Any]) -> None:
         values["use_distributed_optimizer"] = True
 
 
+def share_gpus(values: dict[str, Any]) -> None:
+    """Sets --rollout-num-gpus to all GPUs of the trainer for engines in pairs that share them."""
+    if values.get("colocate") and values.get("prefill_num_servers") and values.get("rollout_num_gpus") is None:
+        values["rollout_num_gpus"] = (values.get("actor_num_nodes") or 1) * values["actor_num_gpus_per_node"]
+
+
 def other_defaults(trainer: TrainerSettings, explicit: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each default that differs from slime's original, where a script relies on it."""
     if trainer.train_backend == "megatron" and "lr_decay_style" not in explicit:

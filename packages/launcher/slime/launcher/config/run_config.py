@@ -27,7 +27,7 @@ from slime.launcher.config.checks.plugins import check_plugins
 from slime.launcher.config.checks.run import check_files, check_learning, check_run, check_tensor_parallel
 from slime.launcher.config.checks.served_models import check_served_models, check_trained_engines
 from slime.launcher.config.completion import with_needs_of_training
-from slime.launcher.config.derived import decay_over_run, imply, share_optimizer
+from slime.launcher.config.derived import decay_over_run, imply, share_gpus, share_optimizer
 from slime.launcher.config.eval_config import apply_eval_config
 from slime.launcher.config.known_flags import why_not
 from slime.launcher.config.presets import apply_preset
@@ -255,6 +255,7 @@ def _assemble(
     if values.get("actor_num_gpus_per_node") is None:
         values["actor_num_gpus_per_node"] = ranks_needed(values) if values.get("train_backend") == "megatron" else 1
     share_optimizer(values)
+    share_gpus(values)
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # With the user's own data source the buffer neither reads prompts nor filters groups.

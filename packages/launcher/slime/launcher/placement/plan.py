@@ -154,7 +154,7 @@ def plan_placement(
     if chosen is None:
         raise does_not_fit(request, usable)
     trainer_nodes, engines = chosen
-    if together and len(engines) > 1:
+    if together and len(trainer_nodes if shares else engines) > 1:
         raise NotAvailable.unavailable(
             f"{rollout.models_source} with engines on several nodes",
             f"they have {rollout_gpus} GPUs together, and the largest node has {max(usable)}",

@@ -34,7 +34,8 @@ class Abilities:
     does not lose the weights. returns_experts: answers can hold the experts of each token. increments: a
     stream holds each token only once, at least if the request asks for it. tp_size: the number of its tensor-parallel
     ranks. stage: PREFILL or DECODE where it does only that part of each request, and another engine the other; "" where
-    it does both. bootstrap_port: where engines that decode reach one that does prefill.
+    it does both. bootstrap_port: where engines that decode reach one that does prefill. transfer_backend: how it hands
+    keys and values over.
     """
 
     seeded: bool | None = None
@@ -45,6 +46,7 @@ class Abilities:
     tp_size: int = 1
     stage: str = ""
     bootstrap_port: int | None = None
+    transfer_backend: str | None = None
 
 
 @dataclass(frozen=True)

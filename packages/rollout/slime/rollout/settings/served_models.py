@@ -19,6 +19,8 @@ from slime.types.settings import setting
 if TYPE_CHECKING:
     from slime.rollout.settings.rollout import RolloutSettings
 
+# The transfer backend of pairs whose memory can be released and taken back.
+OFFLOADED_BACKEND = "mooncake"
 PREFILL_FLAG = "--prefill-num-servers"
 # `--rm-url model://judge/generate` names a model of the run in place of a host.
 MODEL_SCHEME = "model"
@@ -94,8 +96,10 @@ class ModelSettings:
             raise InvalidSetting.conflict(
                 flag, "--rollout-external-engine-addrs", "the run starts these engines itself"
             )
-        if settings.colocate:
-            raise InvalidSetting.conflict(source.split()[0], "--colocate", "these engines have GPUs of their own")
+        if settings.colocate and len(self.served_models) > 1:
+            raise InvalidSetting.conflict(
+                FLAG, "--colocate", "a trainer shares its GPUs with engines of the model that it trains, not of others"
+            )
         groups = [group for model in self.served_models for group in model.groups]
         if groups[0].num_gpus is None and settings.rollout_engine == "auto":
             settings.rollout_engine = next(name for name in KINDS if counted_by_engines(name))
@@ -116,7 +120,8 @@ class ModelSettings:
                     raise error.at(self.place_of(group)) from None
                 if group.worker_type != REGULAR:
                     worker = f".worker_type {group.worker_type}" if self.sglang_config else ""
-                    refuse_in_pairs(of_group, f"{self.place_of(group)}{worker}")
+                    backend = of_group.sglang_args.get("disaggregation_transfer_backend")
+                    refuse_in_pairs(of_group, f"{self.place_of(group)}{worker}", backend)
 
     def _check_reward_url(self, rm_url: str | None, *, posts: bool) -> None:
         """Raises InvalidSetting for an address that cannot be one. posts: whether a built-in reward posts there; what
@@ -173,14 +178,24 @@ def check_group(kind: EngineKind, settings: RolloutSettings, group: EngineGroup)
         )  # fmt: skip
 
 
-def refuse_in_pairs(settings: RolloutSettings, place: str) -> None:
-    """Raises InvalidSetting for settings that engines which hand requests over do not have."""
+def refuse_in_pairs(settings: RolloutSettings, place: str, backend: str | None) -> None:
+    """Raises InvalidSetting for settings that engines which hand requests over do not have.
+
+    backend: the value of disaggregation_transfer_backend; None for SGLang's default, mooncake.
+    """
+    if settings.offloads and backend not in (None, OFFLOADED_BACKEND):
+        # SGLang (0.5.17) registers the cache again with every backend once its memory is back, but only this one takes
+        # the registration of the memory that was released away: with others, keys and values go to pages that are gone.
+        raise InvalidSetting.conflict(
+            "--offload-rollout" if settings.offload_rollout else "--colocate",
+            f"disaggregation_transfer_backend {backend} in {place}",
+            f"it goes on using memory that was released; give --no-offload-rollout, or the backend {OFFLOADED_BACKEND}",
+        )
     nuclei = "the engine that decodes lacks the nucleus of the first token"
     for name, wanted, reason in (
         ("rollout_top_p", settings.rollout_top_p < 1, nuclei),
         ("rollout_top_k", settings.rollout_top_k > 0, nuclei),
         ("use_rollout_routing_replay", settings.use_rollout_routing_replay, "it lacks the experts of the prompt"),
-        ("offload_rollout", settings.offloads, "the memory that is handed over has to stay where it is"),
         ("deterministic", settings.deterministic, "its batches depend on when requests are handed over"),
     ):
         if wanted:

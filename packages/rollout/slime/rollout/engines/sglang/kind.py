@@ -116,6 +116,7 @@ class SGLang(EngineKind):
             tp_size=int(server_info.get("tp_size") or 1),
             stage=stage if (stage := str(server_info.get("disaggregation_mode"))) in (PREFILL, DECODE) else "",
             bootstrap_port=int(server_info.get("disaggregation_bootstrap_port") or 0) or None,
+            transfer_backend=server_info.get("disaggregation_transfer_backend"),
         )
 
     def memory(self, settings: RolloutSettings) -> MemoryUse:
