@@ -183,7 +183,8 @@ def test_an_engine_that_joins_serves_once_it_has_the_weights_of_the_others(
     for member in loop.run(weights.begin(7), timeout=60):
         run.give(member, 7)
     loop.run(weights.commit(7), timeout=60)
-    assert run.client.add_engine(two[1].url).awaits_weights
+    joined = run.client.add_engine(two[1].url)
+    assert joined.awaits_weights and joined.first_rank == 1
     old, new = run.fleet.members
     assert run.fleet.router.in_rotation == [old]
     run.start(samples()).join(120)

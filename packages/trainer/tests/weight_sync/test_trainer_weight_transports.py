@@ -15,6 +15,7 @@ from trainer_tiny import Runner, alone, make_settings, write_fp8_model, write_mo
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.weight_sync import nccl
+from slime.trainer.weight_sync.ipc import ranks_of_engines
 from slime.trainer.weight_sync.sender import WeightSender, transport_for
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError, InvalidSetting, NotAvailable, SlimeError
@@ -212,6 +213,15 @@ def test_an_engine_over_more_gpus_than_the_trainer_has(model: str, start: Start)
     updates, _ = updates_of(model, StandInRollout([start().describe("engine-0", 2)]), colocate=True)
     with pytest.raises(InvalidSetting, match="engines on 2 GPUs cannot be used together.*the trainer has 1"):
         updates.push(1)
+
+
+def test_an_engine_that_was_started_again_reads_the_memory_of_its_own_gpus():
+    lost, first = (
+        dataclasses.replace(describe(f"engine-{n}", "sglang"), tp_size=tp_size, first_rank=rank)
+        for n, tp_size, rank in ((1, 2, 1), (0, 1, 0))
+    )
+    assert ranks_of_engines([lost], 3) == [(lost, range(1, 3))]
+    assert ranks_of_engines([first, lost], 3) == [(first, range(1)), (lost, range(1, 3))]
 
 
 def describe(name: str, kind: str) -> Engine:

@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers", "model", "keeps_weights")
+    __slots__ = ("name", "url", "kind", "healthy", "weight_version", "tp_size", "api_key", "weight_transports", "awaits_weights", "in_flight", "delta_carriers", "model", "keeps_weights", "first_rank")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class Engine(_message.Message):
     DELTA_CARRIERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEEPS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
     name: str
     url: str
     kind: str
@@ -40,7 +41,8 @@ class Engine(_message.Message):
     delta_carriers: _containers.RepeatedScalarFieldContainer[str]
     model: str
     keeps_weights: bool
-    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., keeps_weights: bool = ...) -> None: ...
+    first_rank: int
+    def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., kind: _Optional[str] = ..., healthy: bool = ..., weight_version: _Optional[int] = ..., tp_size: _Optional[int] = ..., api_key: _Optional[str] = ..., weight_transports: _Optional[_Iterable[str]] = ..., awaits_weights: bool = ..., in_flight: _Optional[int] = ..., delta_carriers: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., keeps_weights: bool = ..., first_rank: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("engines", "weight_version", "running_rollouts", "engine_restarts", "restarts_engines", "trained_engine_restarts")

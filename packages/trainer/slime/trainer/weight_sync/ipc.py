@@ -3,7 +3,7 @@
 POST {engine}/update_weights_from_tensor, load_format "flattened_bucket", with a CUDA IPC handle for each of its
 tensor-parallel ranks. Only a process on a GPU can make a handle to its memory: every rank lays the whole bucket out on
 its own GPU, makes the handle, and waits while rank 0 posts the handles of all. The engines' GPUs, engine by engine, are
-the GPUs of the trainer's ranks in rank order, one rank per GPU.
+the GPUs of the trainer's ranks in rank order, one rank per GPU; an update may be for some of the engines only.
 
 Weights that already lie end to end in memory that stays allocated, in the dtype of the wire, are neither copied nor
 divided into buckets: the handle points to that memory.
@@ -18,7 +18,7 @@ import base64
 import io
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -51,7 +51,7 @@ class IpcTransport(WeightTransport):
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
-        shares = list(_shares(engines, self._ranks.world_size))
+        shares = ranks_of_engines(engines, self._ranks.world_size)
         if not shares:
             return 0
         pieces, rest = _pieces(weights) if in_place else ([], weights)
@@ -81,7 +81,7 @@ class IpcTransport(WeightTransport):
     ) -> int:
         """Returns when the memory is free again: an engine answers once it no longer uses it."""
         # A handle that no process opens would keep its memory for ever.
-        used = self._ranks.rank < sum(len(share) for _, share in shares)
+        used = any(self._ranks.rank in share for _, share in shares)
         handle = self._ranks.together(lambda: serialize(flat, layout) if used else "")
         handles = self._ranks.gather(handle)
         self._ranks.together(lambda: self._post(shares, handles, version, what))
@@ -112,19 +112,17 @@ class IpcTransport(WeightTransport):
         self._requests.close()
 
 
-def _shares(engines: Sequence[Engine], world_size: int) -> Iterator[tuple[Engine, range]]:
-    """Yields each engine with the trainer's ranks on whose GPUs it runs."""
-    needed = sum(engine.tp_size for engine in engines)
+def ranks_of_engines(engines: Sequence[Engine], world_size: int) -> list[tuple[Engine, range]]:
+    """Returns each engine with the trainer's ranks on whose GPUs it runs."""
+    shares = [(engine, range(engine.first_rank, engine.first_rank + engine.tp_size)) for engine in engines]
+    needed = max((share.stop for _, share in shares), default=0)
     if needed > world_size:
         raise InvalidSetting.conflict(
             "--update-weight-transport ipc",
             f"engines on {needed} GPUs",
             f"an engine reads the memory of its own GPUs only, and the trainer has {world_size}; use nccl or disk",
         )
-    first = 0
-    for engine in engines:
-        yield engine, range(first, first + engine.tp_size)
-        first += engine.tp_size
+    return shares
 
 
 def _layout(bucket: Mapping[str, Tensor]) -> list[types.SimpleNamespace]:

@@ -29,6 +29,8 @@ class Engine:
     and serves once it has been sent weights. in_flight: samples that it generates or has queued. delta_carriers: see
     `slime.types.weight_deltas.CARRIERS`; empty for one that takes whole weights only. model: the name of its model in
     a run that serves several. keeps_weights: whether its model is another than the trained one, and gets no updates.
+    first_rank: the number of its first tensor-parallel rank among those of all engines of the trained model, lost ones
+    too; where they share the trainer's GPUs, also that of the trainer's rank on the same GPU.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Engine:
     delta_carriers: tuple[str, ...] = ()
     model: str = ""
     keeps_weights: bool = False
+    first_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,7 @@ def _engines(messages: Any) -> list[Engine]:
             tuple(m.delta_carriers),
             m.model,
             m.keeps_weights,
+            m.first_rank,
         )  # fmt: skip
         for m in messages
     ]
