@@ -34,11 +34,11 @@ from sglang_recording import HOLD, HOLD_PREFILL
 
 from slime.rollout.engines.base import RemoteEngine
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.fleet import Fleet
+from slime.rollout.fleet.fleet import INTERRUPTED, Fleet
 from slime.rollout.fleet.member import Member
 from slime.rollout.launch import check_abilities, open_state
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidSetting
+from slime.types.errors import DeadlineExceeded, InvalidSetting
 from slime.utils.http_utils import post
 
 
@@ -170,30 +170,88 @@ def test_a_request_that_is_aborted_while_its_failure_is_explained_is_not_sent_ag
     assert len(calls) == 1 and sum(len(bodies(fleet, name)) for name in PARTS[1]) == 1
 
 
+async def give(weights: EngineWeights, members: list[Member], version: int) -> list[str]:
+    for each in members:
+        await each.client.update_weights_from_disk(os.getcwd(), version)
+    await weights.commit(version)
+    return [each.name for each in members]
+
+
+async def hold_one(fleet: Fleet) -> asyncio.Task[Any]:
+    """Returns a request that decodes until it is ended."""
+    request = asyncio.create_task(ask(fleet, [HOLD, 5], rid="held"))
+    pair = await in_pair(fleet)
+    await until(lambda: pair.prefilled)
+    return request
+
+
+async def lose_prefill(fleet: Fleet) -> None:
+    lost = [member(fleet, name) for name in PARTS[0]]
+    for each in lost:
+        kill(each)
+    await until(lambda: all(each.awaits_weights for each in lost))
+
+
 def test_engines_whose_partners_all_wait_for_weights_get_newer_ones_with_them(fleet: Fleet) -> None:
     weights = EngineWeights(fleet, 60.0)
 
-    async def update(begin: Any, version: int) -> list[str]:
-        members = await begin(version)
-        for each in members:
-            await each.client.update_weights_from_disk(os.getcwd(), version)
-        await weights.commit(version)
-        return [each.name for each in members]
-
-    async def lose_prefill() -> Any:
-        await update(weights.begin, 1)
-        lost = [member(fleet, name) for name in PARTS[0]]
-        for each in lost:
-            kill(each)
-        await until(lambda: all(each.awaits_weights for each in lost))
+    async def lose() -> Any:
+        await give(weights, await weights.begin(1), 1)
+        await lose_prefill(fleet)
         request = asyncio.create_task(ask(fleet, [5, 6]))
         # While the engines that decode serve nobody, one version must not do prefill for another.
-        assert await update(weights.begin_joining, 2) == ["p0", "p1", "d0", "d1"]
+        assert await give(weights, await weights.begin_joining(2), 2) == ["p0", "p1", "d0", "d1"]
         return await request
 
-    (output,) = fleet.loop.run(lose_prefill(), timeout=120)
+    (output,) = fleet.loop.run(lose(), timeout=120)
     assert output["output_ids"] == [6, 5, 1] and output["meta_info"]["weight_version"] == "2"
     assert weights.version == 2 and not any(each.awaits_weights for each in fleet.members)
+
+
+def test_an_update_does_not_wait_for_the_requests_of_engines_that_are_to_get_older_weights(fleet: Fleet) -> None:
+    weights = EngineWeights(fleet, 600.0)
+
+    async def lose() -> Any:
+        await give(weights, await weights.begin(1), 1)
+        request = await hold_one(fleet)
+        await lose_prefill(fleet)
+        joining = asyncio.create_task(weights.begin_joining(2))
+        await until(lambda: not fleet.router.in_rotation)
+        waits = asyncio.create_task(ask(fleet, [5, 6], rid="waits"))
+        members = await weights.begin(3, interrupt=True)
+        (output,) = await request
+        assert output["meta_info"]["finish_reason"] == {"type": INTERRUPTED}
+        assert await give(weights, members, 3) == ["p0", "p1", "d0", "d1"]
+        return joining, await waits
+
+    joining, (output,) = fleet.loop.run(lose(), timeout=120)
+    assert output["output_ids"] == [6, 5, 1] and output["meta_info"]["weight_version"] == "3"
+    # The update came first.
+    assert joining.done() and (joining.exception() is not None or joining.result() == [])
+    assert weights.version == 3 and weights._joining is None
+    assert len(fleet.router.in_rotation) == 4 and not any(each.awaits_weights for each in fleet.members)
+
+
+def test_engines_whose_requests_do_not_end_in_time_serve_on(fleet: Fleet) -> None:
+    weights = EngineWeights(fleet, 60.0)
+
+    async def lose() -> Any:
+        await give(weights, await weights.begin(1), 1)
+        request = await hold_one(fleet)
+        await lose_prefill(fleet)
+        weights.wait_seconds = 0.1
+        with pytest.raises(DeadlineExceeded, match="1 sample is still being generated"):
+            await weights.begin_joining(2)
+        weights.wait_seconds = 60.0
+        assert [each.name for each in fleet.router.in_rotation] == ["d0", "d1"]
+        # The engines that do prefill may get the weights of these.
+        assert await give(weights, await weights.begin_joining(1), 1) == ["p0", "p1"]
+        assert not request.done()
+        await fleet.abort(["held-0"])
+        return await request
+
+    (output,) = fleet.loop.run(lose(), timeout=120)
+    assert output["output_ids"] == [5]
 
 
 def test_nothing_is_sent_any_more_to_an_engine_that_has_left(fleet: Fleet) -> None:

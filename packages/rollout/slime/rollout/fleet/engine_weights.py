@@ -43,6 +43,8 @@ class EngineWeights:
         self._taking_part: list[tuple[Member, RunningEngine]] = []
         # The version of the open update of restarted engines; None where there is none.
         self._joining: int | None = None
+        # Engines that have left the rotation to get weights with their partners, and still have requests.
+        self._lone: list[Member] = []
         self._lock = asyncio.Lock()
 
     async def begin(self, version: int, *, supersede: bool = False, interrupt: bool = False) -> list[Member]:
@@ -77,40 +79,59 @@ class EngineWeights:
         Returns no members where `version` differs from the version of the engines that serve: the next update includes
         the restarted engines. Requests that wait for one of them in particular are then sent to other engines. Engines
         of pairs that cannot serve, because all engines that do the other part wait for weights, get `version` with
-        them. Raises WrongState while an update is open, DeadlineExceeded where running requests of such pairs do not
-        end in time.
+        them: both parts of a request must be done with the same weights. They get no requests while those that they
+        have end, for which an update does not wait. Raises WrongState while an update is open, DeadlineExceeded where
+        running requests of such pairs do not end in time.
         """
-        async with self._lock:
-            if self.fleet.error is not None:
-                raise self.fleet.error
-            if self.pending is not None:
-                raise WrongState(
-                    f"weight update {self.pending} is open, engines cannot join",
-                    field="weight_version", value=version, expected="no open update",
-                )  # fmt: skip
-            if self.stopped is not None:
-                return []
-            if version != self.version and self.fleet.router.can_admit:
-                for member in self._waiting():
-                    self.fleet.router.take_out(member, awaited=False)
-                return []
-            if version != self.version and self._waiting() and self.fleet.router.in_rotation:
-                await self._stop_lone_engines()
-            waiting = self._waiting()
-            await self.fleet.each(lambda member: member.hold(), waiting)
-            self._joining = version
-            return self._take_part(waiting)
+        try:
+            while True:
+                async with self._lock:
+                    self._check_may_join(version)
+                    if self.stopped is not None:
+                        return []
+                    if version != self.version and self.fleet.router.can_admit:
+                        for member in self._waiting():
+                            self.fleet.router.take_out(member, awaited=False)
+                        return []
+                    # An update may have put them back meanwhile.
+                    self._lone = [member for member in self._lone if member not in self.fleet.router.in_rotation]
+                    if version != self.version and self._waiting():
+                        self._take_out_lone_engines()
+                    if not (self._lone and self.fleet.router.in_flight):
+                        for member in self._lone:
+                            member.awaits_weights = not member.out
+                        waiting = self._waiting()
+                        await self.fleet.each(lambda member: member.hold(), waiting)
+                        self._joining = version
+                        return self._take_part(waiting)
+                await self.fleet.router.drain(self.wait_seconds)
+        finally:
+            self._put_back_lone_engines()
+
+    def _check_may_join(self, version: int) -> None:
+        if self.fleet.error is not None:
+            raise self.fleet.error
+        if self.pending is not None:
+            raise WrongState(
+                f"weight update {self.pending} is open, engines cannot join",
+                field="weight_version", value=version, expected="no open update",
+            )  # fmt: skip
 
     def _waiting(self) -> list[Member]:
         return [member for member in self.fleet.alive if member.awaits_weights]
 
-    async def _stop_lone_engines(self) -> None:
-        """Takes engines whose partners are all out of rotation, so that no request can be admitted, out of it too, to
-        wait for weights: both parts of a request must be done with the same ones."""
-        await self.fleet.router.drain(self.wait_seconds)
+    def _take_out_lone_engines(self) -> None:
+        """Takes engines whose partners are all out of rotation, so that no request can be admitted, out of it too."""
         for member in self.fleet.router.in_rotation:
             self.fleet.router.take_out(member, awaited=True)
-            member.awaits_weights = True
+            self._lone.append(member)
+
+    def _put_back_lone_engines(self) -> None:
+        """Puts back those that do not wait for weights now, unless an update or `onload` will do that."""
+        lone, self._lone = self._lone, []
+        for member in lone if self.pending is None and self.stopped is None else ():
+            if not member.out and not member.awaits_weights:
+                self.fleet.router.put_back(member)
 
     async def join(self, member: Member) -> None:
         """Adds an engine to the fleet. It serves at once if no weights were sent yet, else once it has been sent them.
