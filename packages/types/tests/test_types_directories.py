@@ -50,6 +50,23 @@ def test_a_directory_appears_whole_with_a_list_of_its_files(tmp_path: Path) -> N
     assert entries(tmp_path) == ["a", "a/model", f"a/model/{MARK}", "a/model/weights"]
 
 
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o755), (0o077, 0o700), (0o002, 0o775)])
+def test_a_directory_has_the_permissions_that_the_user_chose(tmp_path: Path, umask: int, mode: int) -> None:
+    target, before = tmp_path / "model", os.umask(umask)
+    try:
+        write(target)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (target, target / "deep")} == {mode}
+    assert entries(target) == ["deep", "deep/weights", MARK] and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_directory_keeps_the_group_of_a_shared_parent(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)
+    write(tmp_path / "model")
+    assert (tmp_path / "model").stat().st_mode & stat.S_ISGID, "what a teammate adds would not belong to the group"
+
+
 def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
     write(tmp_path / "model", "old", "gone")
     write(tmp_path / "model", "new")

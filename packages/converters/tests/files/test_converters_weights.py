@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,17 @@ def make(directory: Path, tensors: dict[str, torch.Tensor], **options: int) -> P
     directory.mkdir()
     write(directory, tensors.items(), **options)
     return directory
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_weights_have_the_permissions_that_the_user_chose(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        directory = make(tmp_path / "a", some_tensors(), shard_bytes=64)
+    finally:
+        os.umask(before)
+    files = list(directory.iterdir())
+    assert len(files) > 2 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {mode}
 
 
 def test_one_file_round_trip(tmp_path: Path) -> None:

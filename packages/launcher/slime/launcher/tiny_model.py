@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slime.converters.files.safetensors_dir import disk_errors
-from slime.types.directories import whole_directory
+from slime.types.directories import usual_mode, whole_directory
 from slime.types.errors import InvalidSetting
 
 SPECIAL = ("<pad>", "<eos>")
@@ -49,7 +49,10 @@ def write_model(directory: Path, characters: Iterable[str], seed: int, chat_temp
         (partial / "tokenizer.json").write_text(_tokenizer(vocabulary))
         if chat_template is not None:
             (partial / "chat_template.jinja").write_text(chat_template)
-        save_file(_weights(len(vocabulary), seed), partial / "model.safetensors", metadata={"format": "pt"})
+        weights = partial / "model.safetensors"
+        save_file(_weights(len(vocabulary), seed), weights, metadata={"format": "pt"})
+        # safetensors creates files that only their owner may read.
+        weights.chmod(usual_mode(partial, of_file=True))
     return directory
 
 

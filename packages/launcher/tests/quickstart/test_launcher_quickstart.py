@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from slime.launcher import tiny_model
 from slime.launcher.config import run_config
 from slime.launcher.placement.plan import plan_placement
 from slime.launcher.quickstart import __main__ as quickstart
@@ -27,6 +30,15 @@ def test_the_expressions_are_those_of_reasoning_gym() -> None:
     every = {entry["metadata"]["expression"]: int(entry["answer"]) for entry in drawn}
     assert arithmetic.answers(negative=True) == every
     assert arithmetic.answers() == {expression: answer for expression, answer in every.items() if answer >= 0}
+
+
+def test_the_tiny_model_has_the_permissions_that_the_user_chose(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        model = tiny_model.write_model(tmp_path / "model", "0123456789", seed=0)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in model.iterdir()} == {0o644}
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
@@ -77,13 +78,13 @@ class WholeDirectory:
         with path_errors(self.path, self._field):
             if not self._is_ours():
                 raise OSError(errno.ESTALE, "another process has moved the directory away", str(self.partial))
-            found = [file for file in self.partial.rglob("*") if not file.is_dir()]
-            names = {file.relative_to(self.partial).as_posix() for file in found} | set(files)
+            mode = usual_mode(self.partial)
+            names = {f.relative_to(self.partial).as_posix() for f in self.partial.rglob("*") if not f.is_dir()}
             mark = self.partial / MARK
-            mark.write_text(json.dumps({"writer": writer, **about, "files": sorted(names)}, indent=1) + "\n")
+            mark.write_text(json.dumps({"writer": writer, **about, "files": sorted({*names, *files})}, indent=1) + "\n")
             for file in (*self.partial.rglob("*"), self.partial):
                 sync(file)
-            os.fchmod(self._handle, 0o755)
+            os.fchmod(self._handle, mode)
             self._take_place()
             sync(self.path.parent)
         self._release()
@@ -280,6 +281,17 @@ def _locked_directory(path: Path, kind: str) -> tuple[Path, int]:
             return created, handle
         # Another process mistook it for the leftover of a dead one.
         os.close(handle)
+
+
+def usual_mode(directory: Path, *, of_file: bool = False) -> int:
+    """Returns the permissions that a new directory in `directory` has, or a new file: the umask decides, say."""
+    # A process cannot ask for its umask without changing it.
+    probe = directory / f".{secrets.token_hex(8)}"
+    probe.touch(exist_ok=False) if of_file else probe.mkdir()
+    try:
+        return stat.S_IMODE(probe.lstat().st_mode)
+    finally:
+        probe.unlink() if of_file else probe.rmdir()
 
 
 def _same(path: Path, handle: int) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.types.directories import write_error
+from slime.types.directories import usual_mode, write_error
 from slime.types.errors import InvalidFile, MissingFile, NotFound
 
 if TYPE_CHECKING:
@@ -225,8 +225,8 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     with disk_errors(path):
         save_file(tensors, path, metadata={"format": "pt"})
-        # safetensors creates files that only their owner may read; engines of other users read these, too.
-        os.chmod(path, 0o644)
+        # safetensors creates files that only their owner may read.
+        path.chmod(usual_mode(path.parent, of_file=True))
 
 
 @contextmanager
