@@ -16,6 +16,7 @@ from slime.launcher.config.checks.loop import FULLY_ASYNC_FUNCTION, check_asynch
 from slime.launcher.loops.fully_async import loop_fully_async
 from slime.launcher.metrics import report as files_report
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
+from slime.launcher.services.rollout_calls import RolloutCalls
 from slime.types.clients.rollout import StopSignal
 from slime.types.errors import EngineError, InvalidSetting
 from slime.types.pace import TrainerPace
@@ -115,6 +116,54 @@ def test_generation_lasts_from_the_first_step_to_the_last() -> None:
         ("generate", 3), ("seal", 3), ("train", 3), ("push", 4), ("seal", 4), ("train", 4), ("push", 5), ("end", 3),
     ]  # fmt: skip
     assert [row.get("perf/engine_wait_time") for row in report.metrics] == [None, 6.0]
+
+
+def test_metrics_are_what_was_added_since_the_last_step_but_for_those_of_the_engines_as_they_are() -> None:
+    seen = {
+        "perf/engine_wait_time": 2.0,
+        "rollout/engines": 4.0,
+        "rollout/concurrency": 100.0,
+        "rollout/concurrency/min": 80.0,
+    }
+    run = Run(2)
+    generation = run.generating()
+    with generation:
+        run.note(seen)
+        assert generation.take_metrics() == seen
+        # An engine has left, and the limit was tuned.
+        run.note(
+            {
+                "perf/engine_wait_time": 2.5,
+                "rollout/engines": 3.0,
+                "rollout/concurrency": 90.0,
+                "rollout/concurrency/min": 90.0,
+            }
+        )
+        expected = {
+            "perf/engine_wait_time": 0.5,
+            "rollout/engines": 3.0,
+            "rollout/concurrency": 90.0,
+            "rollout/concurrency/min": 90.0,
+        }
+        assert generation.take_metrics() == expected
+
+
+def test_a_rollout_service_that_was_started_again_has_no_more_engines_than_before(tmp_path: Path) -> None:
+    class Supervisor:
+        def call(self, attempt: Callable[[], None]) -> None:
+            attempt()
+            attempt()
+
+    class Rollout:
+        def generate_on(self, step: int, pace: TrainerPace, stop: StopSignal, note: Callable[[Metrics], None]) -> None:
+            note({"rollout/aborted_groups": 1.0, "rollout/engines": 2.0})
+
+        def requeue_groups(self, worker: str) -> None: ...
+
+    calls = RolloutCalls(Supervisor(), Rollout(), Rollout(), None, lambda *_: None, 1.0)  # type: ignore[arg-type]
+    sums: list[Metrics] = []
+    calls.generate_on(0, TrainerPace(1, 1, 1), StopSignal(), sums.append)
+    assert sums[-1] == {"rollout/aborted_groups": 2.0, "rollout/engines": 2.0}
 
 
 def test_an_evaluation_goes_on_beside_the_training_and_ends_before_the_next_checkpoint_and_weights() -> None:

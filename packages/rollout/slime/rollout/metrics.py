@@ -15,6 +15,11 @@ from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.sample.status import SampleStatus
 
+ENGINES = "rollout/engines"
+CONCURRENCY = "rollout/concurrency"
+# They tell how the engines are now. Of a call that generates without end, all other metrics are sums.
+CURRENT = frozenset({ENGINES, CONCURRENCY, f"{CONCURRENCY}/min", f"{CONCURRENCY}/max"})
+
 
 def rollout_metrics(groups: Sequence[Sequence[Measured]], args: RolloutSettings) -> dict[str, float]:
     """Returns the metrics of an iteration. groups: flat lists of samples. The segments that one sample

@@ -10,6 +10,7 @@ from typing import Protocol, Self, TypeAlias
 
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.run_config import RunConfig
+from slime.rollout.metrics import CURRENT
 from slime.types.clients.rollout import StopSignal
 from slime.types.pace import WAIT, TrainerPace
 
@@ -64,9 +65,9 @@ class ContinuousGeneration:
             self._sums = sums
 
     def take_metrics(self) -> Metrics:
-        """Returns the increase of each sum since the last call."""
+        """Returns the increase of each sum since the last call, and the other metrics as they are."""
         with self._lock:
             sums = dict(self._sums)
-        new = {name: value - self._taken.get(name, 0.0) for name, value in sums.items()}
+        new = {name: value - self._taken.get(name, 0.0) for name, value in sums.items() if name not in CURRENT}
         self._taken = sums
-        return new
+        return sums | new

@@ -8,6 +8,7 @@ from slime.launcher.services.replay import Replay
 from slime.launcher.services.start import WORKER, Progress
 from slime.launcher.services.supervisor import Supervisor
 from slime.launcher.services.weight_updates import WeightUpdates
+from slime.rollout.metrics import CURRENT
 from slime.types.clients import BufferClient, RolloutClient
 from slime.types.clients.rollout import EvaluateResult, StopSignal
 from slime.types.pace import TrainerPace
@@ -79,7 +80,8 @@ class RolloutCalls:
             begun, before = True, dict(sums)
 
             def note(new: Metrics) -> None:
-                sums.update({name: value + before.get(name, 0.0) for name, value in new.items()})
+                summed = {name: value + before.get(name, 0.0) for name, value in new.items() if name not in CURRENT}
+                sums.update(new | summed)
                 on_metrics(dict(sums))
 
             if not stop.is_set:

@@ -29,12 +29,12 @@ from slime.rollout.fleet.load_watch import follow_load
 from slime.rollout.fleet.member import LEARN_SECONDS, Member
 from slime.rollout.fleet.restarts import RestartLimits, Restarts
 from slime.rollout.fleet.router import Router
+from slime.rollout.metrics import CONCURRENCY, ENGINES
 from slime.types.errors import DeadlineExceeded, EngineError, SlimeError, counted
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONCURRENCY = "rollout/concurrency"
 LAST_CALL_SECONDS = 2.0
 # Seconds that a process may take to end after its connections broke.
 DEATH_SECONDS = 2.0
@@ -110,7 +110,7 @@ class WatchedEngines(ChangingMembers):
     @property
     def engine_metrics(self) -> dict[str, float]:
         """rollout/engines, the number of engines, and `concurrency_metrics`."""
-        return {"rollout/engines": float(len(self.members))} | self.concurrency_metrics
+        return {ENGINES: float(len(self.members))} | self.concurrency_metrics
 
     @property
     def num_restarts(self) -> int:
