@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from slime.types.errors import SlimeError
+from slime.types.errors import DeadlineExceeded, SlimeError
 from slime.types.rpc import RpcSettings, connect
 from slime.v1 import buffer_pb2
+
+# For a call that may last as long as a run; gRPC needs some deadline.
+NO_DEADLINE = 10.0 * 365 * 86400
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Client:
     def __init__(self, address: str, writer: Writer | None = None, settings: RpcSettings | None = None) -> None:
         self.address = address
         self.writer = writer
+        settings = settings or RpcSettings()
+        self._longest_silence = settings.call_timeout_seconds
         self._channel = connect(address, settings)
         self._stub = type(self).stub(self._channel)
 
@@ -69,3 +76,59 @@ class Client:
             yield from call
         finally:
             call.cancel()
+
+    def _long_stream(self, name: str, request: Any) -> Iterator[Any]:
+        """Yields the messages of a server stream that may take any time, if each comes within the deadline of a call.
+
+        Raises DeadlineExceeded.
+        """
+        call = getattr(self._stub, name)(request, timeout=NO_DEADLINE)
+        patience = _Patience(call.cancel, self._longest_silence)
+        try:
+            while True:
+                with patience:
+                    message = next(call, None)
+                if message is None:
+                    return
+                yield message
+        except SlimeError:
+            if not patience.lost:
+                raise
+            raise DeadlineExceeded(
+                f"{self.address}/{name}: no answer within {self._longest_silence:g} s", field=self.address
+            ) from None
+        finally:
+            patience.end()
+            call.cancel()
+
+
+class _Patience:
+    """Calls `give_up` in another thread if a `with` block takes longer than `seconds`; the blocks may be many."""
+
+    def __init__(self, give_up: Callable[[], object], seconds: float) -> None:
+        self.lost = False
+        self._give_up = give_up
+        self._seconds = seconds
+        self._since: float | None = None
+        self._over = threading.Event()
+        # One thread for all blocks: to start one for each message would cost more than the message.
+        threading.Thread(target=self._watch, name="patience", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._since = None
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        left = self._seconds
+        while not self._over.wait(left):
+            since = self._since
+            left = self._seconds if since is None else since + self._seconds - time.monotonic()
+            if left <= 0:
+                self.lost = True
+                self._give_up()
+                return

@@ -280,14 +280,17 @@ class BufferClient(Client):
         limit: int = 0,
         after_group_index: int | None = None,
     ) -> Iterator[StoredGroup]:
-        """Yields groups in any of `states` ("ready", "completed", ...), lowest group index first; changes nothing."""
+        """Yields groups in any of `states` ("ready", "completed", ...), lowest group index first; changes nothing.
+
+        They may be any number, and their reader may take any time, as in `read_step`.
+        """
         request = buffer_pb2.ReadGroupsRequest(
             states=[state_number(state) for state in states],  # type: ignore[misc]
             group_indexes=group_indexes,
             limit=limit,
             after_group_index=after_group_index,
         )
-        for message in self._stream("ReadGroups", request):
+        for message in self._stream_groups("ReadGroups", request, lambda message: message.group.group_index):
             state = state_name(message.state)
             step = message.step if message.HasField("step") else None
             yield StoredGroup(group_from_proto(message.group), state, message.reject_reason, step)
@@ -306,8 +309,26 @@ class BufferClient(Client):
             limit=limit,
             after_group_index=after_group_index,
         )
-        for message in self._stream("ListGroups", request):
+        for message in self._stream_groups("ListGroups", request, lambda message: message.group_index):
             yield info_from_proto(message)
+
+    def _stream_groups(self, name: str, request: Any, index_of: Callable[[Any], int]) -> Iterator[Any]:
+        """Yields messages about groups; asks again for those that a call did not bring before its deadline."""
+        while True:
+            read, last = 0, 0
+            try:
+                for message in self._stream(name, request):
+                    read, last = read + 1, index_of(message)
+                    yield message
+                return
+            except DeadlineExceeded:
+                if not read:
+                    raise
+                if request.limit:
+                    request.limit -= read
+                    if not request.limit:
+                        return
+                request.after_group_index = last
 
     def drop_groups(self, group_indexes: Sequence[int], reason: str = "", quarantine: bool = False) -> list[int]:
         """Takes groups out of the run. quarantine: keep them and their samples aside; otherwise they are rejected.
@@ -320,12 +341,12 @@ class BufferClient(Client):
     def read_evaluation_set(self, name: str) -> list[SampleGroup]:
         """Returns the prompts of an evaluation set, in order. Raises NotFound naming the known sets."""
         request = buffer_pb2.ReadEvaluationSetRequest(name=name)
-        return [group_from_proto(message.group) for message in self._stream("ReadEvaluationSet", request)]
+        return [group_from_proto(message.group) for message in self._long_stream("ReadEvaluationSet", request)]
 
     def read_place(self, step: int) -> bytes:
         """Returns the content of a --data-place file: the place in the data after `step`, where a new buffer begins."""
         request = buffer_pb2.ReadPlaceRequest(step=step)
-        return b"".join(message.part for message in self._stream("ReadPlace", request))
+        return b"".join(message.part for message in self._long_stream("ReadPlace", request))
 
     def stats(self) -> Stats:
         return stats_from_proto(self._call("GetStats", buffer_pb2.GetStatsRequest()))

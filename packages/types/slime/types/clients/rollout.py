@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.types.clients.base import Client
+from slime.types.clients.base import NO_DEADLINE, Client
 from slime.types.codec import sample_from_proto
 from slime.types.errors import RemoteError, SlimeError
 from slime.types.pace import TrainerPace
@@ -15,8 +15,6 @@ from slime.types.sample import Sample
 from slime.v1 import rollout_pb2, rollout_pb2_grpc
 
 Progress = Callable[[int, int], None]
-# Continuous generation lasts as long as the run; gRPC needs some deadline.
-NO_DEADLINE = 10.0 * 365 * 86400
 
 
 @dataclass(frozen=True)
