@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from buffer_samples import complete, finish
 
+from slime.buffer.groups.steps import Steps
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
+from slime.buffer.store.base import Group, State
 from slime.buffer.store.sqlite import SqliteStore
 from slime.types import Sample
 from slime.types.clients import BufferClient
 from slime.types.rpc import RpcSettings
+from slime.v1 import buffer_pb2
 
 NUM_GPUS = 0
 
@@ -94,3 +99,29 @@ def test_sealing_many_groups_takes_as_many_statements_as_sealing_one() -> None:
             assert len(sealed) == groups
         assert len(list(client.list_groups(["acknowledged"]))) == 65
     assert counts[1] <= counts[0] + 1
+
+
+def test_sealing_a_step_reads_no_group_that_was_rejected_for_an_earlier_one(tmp_path: Path) -> None:
+    """Counted in instructions of SQLite's virtual machine, of which each row that is read takes a few."""
+    counts = []
+    for rejected in (0, 1000):
+        store = SqliteStore(tmp_path / f"{rejected}.sqlite")
+        steps = Steps(store, None, release_committed=True)  # type: ignore[arg-type]
+        with store.transaction():
+            store.insert_groups([group(index, State.REJECTED, step=0) for index in range(rejected)])
+            store.insert_groups([group(rejected, State.REJECTED), group(rejected + 1, State.COMPLETED)])
+            store.put("acknowledged_step", 0)
+        ticks: list[None] = []
+        store._connection.set_progress_handler(partial(ticks.append, None), 1)
+        with store.transaction():
+            sealed = steps.seal(1, 1, lambda groups: True)
+        store._connection.set_progress_handler(None, 1)
+        assert sealed is not None and buffer_pb2.SealStepResponse.FromString(sealed).rejected == {"zero_std": 1}
+        counts.append(len(ticks))
+        store.close()
+    assert counts[1] < counts[0] + 100
+
+
+def group(index: int, state: State, step: int | None = None) -> Group:
+    reason = "zero_std" if state is State.REJECTED else None
+    return Group(index, "train", state, b"", index, 1, step=step, reject_reason=reason)

@@ -129,9 +129,9 @@ class Steps:
     def _rejected_since(self, step: int) -> dict[str, int]:
         """Counts the groups rejected since the previous step was sealed, by reason, and assigns them to this step."""
         # A group may be rejected many steps after groups that were drawn later.
-        found = self.store.groups(states=[State.REJECTED], in_no_step=True)
-        self.store.update_groups([group.group_index for group in found], step=step)
-        return dict(Counter(group.reject_reason or "" for group in found))
+        found = self.store.rejected_in_no_step()
+        self.store.update_groups([index for index, _ in found], step=step)
+        return dict(Counter(reason for _, reason in found))
 
     def next_to_seal(self) -> int:
         """Returns the first step after the last sealed one."""

@@ -163,6 +163,10 @@ class Store(ABC):
     def reject_counts(self) -> dict[str, int]: ...
 
     @abstractmethod
+    def rejected_in_no_step(self) -> list[tuple[int, str]]:
+        """Returns (index, reason) of the rejected groups that no step has counted, by ascending index."""
+
+    @abstractmethod
     def payload_bytes(self) -> int: ...
 
     @abstractmethod

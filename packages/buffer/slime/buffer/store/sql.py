@@ -40,6 +40,9 @@ ADDED = (
     "CREATE TABLE IF NOT EXISTS seal_records (step INTEGER PRIMARY KEY, record TEXT NOT NULL)",
     # Most groups of a long run have no payload any more.
     "CREATE INDEX IF NOT EXISTS groups_of_payload ON groups (payload, payload_bytes) WHERE payload IS NOT NULL",
+    # A long run may reject more groups than it trains on, and each step asks for those since the last one.
+    "CREATE INDEX IF NOT EXISTS groups_rejected_in_no_step ON groups (state, step) "
+    "WHERE state = 'rejected' AND step IS NULL",
 )
 TABLES = ("groups", "steps", "prompt_batches", "evaluation_prompts", "state", "seal_records")
 LISTS = ("sizes", "checksums")
@@ -172,6 +175,11 @@ class SqlStore(Store):
 
     def reject_counts(self) -> dict[str, int]:
         return dict(self._rows("SELECT reject_reason, count(*) FROM groups WHERE state = 'rejected' GROUP BY 1"))
+
+    def rejected_in_no_step(self) -> list[tuple[int, str]]:
+        # Written out: a database uses a partial index only if it sees its condition, not a parameter.
+        query = "SELECT group_index, coalesce(reject_reason, '') FROM groups WHERE state = 'rejected' AND step IS NULL"
+        return sorted(self._rows(query))  # type: ignore[arg-type]
 
     def payload_bytes(self) -> int:
         return self._rows(
