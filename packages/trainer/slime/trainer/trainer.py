@@ -57,7 +57,9 @@ class Trainer:
         self._args = flat_args(settings, extra_args)
         check_template(settings.save_debug_train_data, ranks.world_size)
         self._memory_record = MemoryRecord(settings, self._args, ranks.rank)
-        self.state = checkpoint.read_state(settings.load) if settings.load else checkpoint.TrainerState()
+        self.state = checkpoint.TrainerState()
+        if settings.load:
+            self.state = checkpoint.read_state(settings.load, settings.train_backend)
         self.backend = build_backend(
             settings, ranks, device, weights=settings.load, megatron=megatron, extra_args=extra_args
         )

@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from slime.converters.files import safetensors_dir
 from slime.trainer.backends.build import open_checkpoints
 from slime.trainer.checkpoints import checkpoint
+from slime.trainer.trainer import Trainer
 from slime.types import directories
+from slime.types.clients import BufferClient
 from slime.types.errors import InvalidFile, MissingFile, NotAvailable, OutOfSpace
 
 
@@ -202,6 +205,22 @@ def test_a_full_disk_leaves_what_was_there(model: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(directories.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(OutOfSpace, match="10 are free"):
         save(runner, tmp_path / "d", 1)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a model"])
+def test_a_checkpoint_of_megatron_is_refused_by_fsdp(model: str, tmp_path: Path, inner: bool, beside: bool):
+    """Beside a model, fsdp would resume from the checkpoint's step with the weights of the model."""
+    root = Path(shutil.copytree(model, tmp_path / "save")) if beside else tmp_path / "save"
+    path = root / "iter_0000004"
+    path.mkdir(parents=True)
+    (root / checkpoint.TRACKER).write_text("4")
+    (path / ".metadata").touch()
+    checkpoint.write_state(path, checkpoint.TrainerState(step=4, updates=5), None)
+    load = str(path if inner else root)
+    assert checkpoint.read_state(load, "megatron").step == 4
+    with pytest.raises(InvalidFile, match=f"--load: {load} holds a torch_dist checkpoint.*slime-convert to-hf"):
+        Trainer(make_settings(model, load=load), alone(), BufferClient("127.0.0.1:1"), None)
 
 
 def test_what_cannot_be_resumed_is_named(model: str, tmp_path: Path):

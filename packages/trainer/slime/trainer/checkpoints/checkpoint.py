@@ -27,6 +27,7 @@ from torch import Tensor
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.files.adapter import ADAPTER_DIR, CONFIG_FILE
 from slime.converters.files.safetensors_dir import SafetensorsDir, write
+from slime.converters.torch_dist.directory import is_torch_dist
 from slime.trainer.checkpoints.adapter import Adapter
 from slime.trainer.checkpoints.hf_directory import WRITER, NamedTensors, as_dtype, copy_side_files
 from slime.trainer.process.collective import Ranks
@@ -114,11 +115,18 @@ class HuggingFaceCheckpoints:
         self._done = None
 
 
-def read_state(path: str) -> TrainerState:
+def read_state(path: str, train_backend: str | None = None) -> TrainerState:
     """Reads the state of a checkpoint; for a plain model, the state before the first iteration.
 
-    Raises MissingFile or InvalidFile for --load.
+    train_backend: the one that is to load it, where that is known. Raises MissingFile or InvalidFile for --load.
     """
+    if train_backend == "fsdp" and is_torch_dist(path):
+        expected = "a Hugging Face directory, or a checkpoint that this backend saved"
+        raise InvalidFile(
+            f"--load: {path} holds a torch_dist checkpoint, which --train-backend fsdp cannot read; use "
+            "--train-backend megatron, or convert it with `slime-convert to-hf`",
+            field="--load", value=path, expected=expected,
+        )  # fmt: skip
     file = _state_file(Path(path))
     if not file.is_file():
         if any((Path(path) / name).is_file() for name in MODEL_FILES):
