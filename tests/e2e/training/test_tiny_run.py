@@ -23,7 +23,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of four steps, which others repeat, continue or vary."""
+    """The directory of a run of four steps, which others continue or vary. Its steps are the first of a longer run."""
     output_dir = tmp_path_factory.mktemp("whole")
     run(output_dir, "--num-rollout", "4")
     return output_dir
@@ -73,13 +73,13 @@ def test_a_run_keeps_samples_whose_log_probs_agree_and_in_which_no_check_finds_a
         assert run_checks(read_rows(file.path), Rules()) == []
 
 
-def test_two_deterministic_runs_have_the_same_metrics(whole: Path, tmp_path: Path) -> None:
-    run(tmp_path, "--num-rollout", "4")
-    rows = timeless(metrics(tmp_path))
+def test_two_deterministic_runs_have_the_same_metrics(trained: tuple[Path, str], whole: Path) -> None:
+    longer, _ = trained
+    rows = timeless(metrics(whole))
     assert len(rows) == 4
-    assert rows == timeless(metrics(whole))
-    assert timeless(evaluations(tmp_path)) == timeless(evaluations(whole))
-    assert [row["step"] for row in evaluations(tmp_path)] == [0, 4]
+    assert timeless(metrics(longer)[:4]) == rows
+    assert [row["step"] for row in evaluations(whole)] == [0, 4]
+    assert timeless(evaluations(longer))[0] == timeless(evaluations(whole))[0]
 
 
 def test_two_trainer_ranks_train_like_one(whole: Path, tmp_path: Path) -> None:
