@@ -53,6 +53,25 @@ def slime_code(*packages):
     return [f"//packages/{name}:{part}" for name in packages for part in ("lib", "data")]
 
 
+# Pants makes an environment for each set of requirements that tests have, a quarter of a minute of a processor each. So
+# tests that need nearly the same name all that their kind needs. A client that slime must do without is in no kind.
+def environment(kind):
+    """The requirements of tests of a kind: "tools" (no code of ours), "buffer", "models" (weights) or "runs" (all)."""
+    messages = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "numpy", "protobuf", "pyarrow", "pyyaml")
+    tests = ("hypothesis", "psutil", "pytest", "uv")
+    samples = (*messages, *tests, "blake3", "reasoning-gym", "xxhash", "zstandard")
+    stores = ("boto3", "botocore", "moto", "pillow", "psycopg")
+    weights = ("gguf", "megatron-core", "safetensors", "tokenizers", "torch", "transformers", "urllib3")
+    services = ("aiohttp", "cryptography", "jinja2", "math-verify", "packaging", "prometheus-client", "ray", "rich")
+    kinds = {
+        "tools": ("buf-bin", "pytest", "uv"),
+        "buffer": (*samples, *stores),
+        "models": (*samples, *weights, "einops", "mbridge"),
+        "runs": (*samples, *stores, *weights, *services, "matplotlib", "tensorboard"),
+    }
+    return [f"//3rdparty/python:reqs#{name}" for name in kinds[kind]]
+
+
 def slime_tests(package, siblings=(), dependencies=(), requirements=(), alone=(), timeout=300):
     """The tests of a package. They may import what the package may, `siblings`, and Ray only in the launcher.
 
