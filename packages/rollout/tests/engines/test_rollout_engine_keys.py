@@ -40,6 +40,11 @@ def test_each_engine_that_a_run_starts_has_a_key_of_its_own() -> None:
     assert len(made) == 4 and min(map(len, made)) > 40
 
 
+def test_no_key_looks_like_a_flag_to_the_engine_that_gets_it() -> None:
+    # One of 64 keys began with a hyphen, and its run ended as SGLang started.
+    assert all(keys.new_key().isalnum() for _ in range(1000))
+
+
 def test_external_engines_have_the_key_of_the_file(key_file: Path, tmp_path: Path) -> None:
     addresses = {"rollout_external_engine_addrs": ["h:1", "h:2"]}
     found = launch.start_engines(settings(**addresses, rollout_engine_api_key_file=str(key_file)))

@@ -20,7 +20,8 @@ _KEYS: dict[str, str] = {}
 
 
 def new_key() -> str:
-    return secrets.token_urlsafe(32)
+    # Hexadecimal: SGLang reads the key as an argument, and takes one that begins with a hyphen for the next flag.
+    return secrets.token_hex(32)
 
 
 def read_key(path: str, flag: str) -> str:
