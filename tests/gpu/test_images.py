@@ -51,7 +51,7 @@ GRADES = """async def reward(args, sample, **kwargs):
     return sum(ord(character) for character in sample.response) % 7 / 7
 """
 # Pixels of an image token's side.
-SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32}
+SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_5": 32}
 
 
 def write_model(directory: Path, family: str) -> Path:
@@ -71,27 +71,40 @@ def write_model(directory: Path, family: str) -> Path:
     )
     image: dict[str, Any] = {}
     positions: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
+    text = dict(
+        vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1,
+        pad_token_id=vocabulary["<|endoftext|>"], eos_token_id=vocabulary["<|im_end|>"], bos_token_id=None,
+    )  # fmt: skip
+    processor = name = "Qwen3VL"
+    videos = "Qwen3VLVideoProcessor"
     if family == "qwen2_5_vl":
-        name, videos = "Qwen2_5_VL", "Qwen2VLVideoProcessor"
+        processor = name = "Qwen2_5_VL"
+        videos = "Qwen2VLVideoProcessor"
         sees |= dict(window_size=56, fullatt_block_indexes=[1])
     else:
-        name, videos = "Qwen3VL", "Qwen3VLVideoProcessor"
-        # Its positions are interpolated, and both layers of the language model see images too.
-        sees |= dict(num_position_embeddings=9, deepstack_visual_indexes=[0, 1])
+        # Its positions are interpolated.
+        sees |= dict(num_position_embeddings=9)
         image = {"patch_size": 16, "min_pixels": 64 * 64}
         # SGLang goes by this, transformers by the family.
         positions |= {"mrope_interleaved": True}
-    getattr(transformers, f"{name}Processor")(
+    if family == "qwen3_vl":
+        # Both layers of the language model see images too.
+        sees |= dict(deepstack_visual_indexes=[0, 1])
+    if family == "qwen3_5":
+        # A layer of gated delta nets, then one of attention; its processor is the one before.
+        name = "Qwen3_5"
+        positions |= {"partial_rotary_factor": 0.5}
+        text |= dict(
+            head_dim=128, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
+        )  # fmt: skip
+    getattr(transformers, f"{processor}Processor")(
         transformers.Qwen2VLImageProcessor(**image), tokenizer, getattr(transformers, videos)(), chat_template=TEMPLATE
     ).save_pretrained(directory)
     config = getattr(transformers, f"{name}Config")(
         vision_config=sees,
-        text_config=dict(
-            vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1,
-            rope_parameters=positions,
-            pad_token_id=vocabulary["<|endoftext|>"], eos_token_id=vocabulary["<|im_end|>"], bos_token_id=None,
-        ),
+        text_config=text | dict(rope_parameters=positions),
         tie_word_embeddings=False,
         **{f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in (
             ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
@@ -100,6 +113,12 @@ def write_model(directory: Path, family: str) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForConditionalGeneration")(config).to(torch.bfloat16).save_pretrained(directory)
+    if family == "qwen3_5":
+        # Published models have both, SGLang goes by them, and transformers writes neither.
+        about = json.loads((directory / "config.json").read_text())
+        about["text_config"]["full_attention_interval"] = 2
+        about["vision_config"]["deepstack_visual_indexes"] = []
+        (directory / "config.json").write_text(json.dumps(about))
     return directory
 
 
@@ -247,7 +266,9 @@ def test_a_response_taken_up_again_keeps_its_tokens(
 
 # Megatron has no Qwen2.5-VL.
 @pytest.mark.parametrize(
-    ("family", "backend"), [("qwen2_5_vl", "fsdp"), ("qwen3_vl", "fsdp"), ("qwen3_vl", "megatron")], indirect=["family"]
+    ("family", "backend"),
+    [("qwen2_5_vl", "fsdp"), *((family, name) for family in ("qwen3_vl", "qwen3_5") for name in ("fsdp", "megatron"))],
+    indirect=["family"],
 )
 def test_a_colocated_run_trains_on_what_its_engine_saw(
     family: str, backend: str, directory: Path, tmp_path: Path
