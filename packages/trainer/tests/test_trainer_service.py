@@ -12,6 +12,7 @@ from trainer_stack import WRITER, Stack
 from trainer_tiny import make_samples, summarize
 from transformers import AutoModelForCausalLM
 
+from slime.trainer import service
 from slime.trainer.service import Worker
 from slime.types.errors import (
     DeadlineExceeded,
@@ -206,3 +207,15 @@ def test_a_worker_keeps_one_thread_one_job_and_deadlines():
         worker.run("next", lambda: None, 10)
     gate.set()
     worker.stop()
+
+
+def test_a_job_that_waits_for_a_rank_that_has_left_ends_with_the_error_of_that_rank(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(service, "LAST_SECONDS", 0.01)
+    worker, release = Worker("test"), threading.Event()
+    try:
+        with pytest.raises(RemoteError, match="rank 1: MemoryError"):
+            worker.run("job", lambda: release.wait(60), 60, lambda: RemoteError("rank 1: MemoryError: full"))
+    finally:
+        release.set()
+        worker.stop()

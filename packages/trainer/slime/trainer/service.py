@@ -6,8 +6,10 @@ import concurrent.futures
 import contextlib
 import importlib
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,9 @@ from slime.v1 import buffer_pb2, trainer_pb2, trainer_pb2_grpc
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = "slime.v1.TrainerService"
+# Between two looks whether another rank has left, and after one that has.
+LOOK_SECONDS = 1.0
+LAST_SECONDS = 5.0
 # Larger messages are slow.
 MAX_LOG_PROB_BYTES = 8 << 20
 
@@ -40,10 +45,17 @@ class Worker:
         self._busy = threading.Lock()
         self._job = ""
 
-    def run(self, job: str, work: Callable[[], T], timeout_seconds: float | None) -> T:
+    def run(
+        self,
+        job: str,
+        work: Callable[[], T],
+        timeout_seconds: float | None,
+        find_error: Callable[[], SlimeError | None] = lambda: None,
+    ) -> T:
         """Runs `work` on the worker thread and returns its result.
 
-        Raises DeadlineExceeded if it has not ended in time (it goes on), WrongState while another job runs.
+        Raises DeadlineExceeded if it has not ended in time (it goes on), WrongState while another job runs, and the
+        error that `find_error` returns, in case `work` waits for somebody who has failed.
         """
         if not self._busy.acquire(blocking=False):
             raise WrongState(
@@ -52,12 +64,22 @@ class Worker:
         self._job = job
         future = self._pool.submit(work)
         future.add_done_callback(lambda _: self._busy.release())
-        try:
-            return future.result(timeout_seconds)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            raise DeadlineExceeded(f"{job}: not done after {timeout_seconds:.0f} s", field="call", value=job) from None
+        end = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        found: SlimeError | None = None
+        while True:
+            try:
+                # Once there is such an error, the job has a moment to end by itself, with its own.
+                seconds = LAST_SECONDS if found is not None else LOOK_SECONDS
+                return future.result(max(0.0, min(seconds, end - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                if future.done():  # since then, or with an error of that class
+                    return future.result()
+            if found is not None:
+                raise found
+            if time.monotonic() >= end:
+                message = f"{job}: not done after {timeout_seconds:.0f} s"
+                raise DeadlineExceeded(message, field="call", value=job) from None
+            found = find_error()
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -167,16 +189,21 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
                 self._trainer.join(_writer(request.writer))
             try:
                 return work()
-            except SlimeError:
+            except SlimeError as error:
+                if self._trainer.ranks.left:
+                    self._broken = error
+                    log.exception("%s failed", job)
                 raise
             except BaseException as error:
                 # The ranks may be out of step with each other: leave the group, so that the others fail now.
                 self._broken = error
                 log.exception("%s failed", job)
-                self._trainer.ranks.close()
-                raise
+                first = self._trainer.ranks.leave(error)
+                if first is error:
+                    raise
+                raise first from error
 
-        return self._worker.run(job, guarded, context.time_remaining())
+        return self._worker.run(job, guarded, context.time_remaining(), self._trainer.ranks.first_error)
 
 
 def _writer(message: buffer_pb2.Writer) -> Writer | None:

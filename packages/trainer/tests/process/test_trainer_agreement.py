@@ -37,3 +37,16 @@ def test_frozen_weights_are_exported_as_their_files_have_them(results: dict[str,
     first, second = results["export"]
     assert first == ["no error", [0, 1], True]
     assert second == ["no error", [0, 1]]
+
+
+@pytest.mark.parametrize("kind", ["plugin", "other"])
+def test_an_error_between_collective_calls_ends_the_other_rank_with_that_error(tmp_path: Path, kind: str):
+    write_model(tmp_path / f"model-{kind}")
+    script = str(Path(__file__).with_name("trainer_leaving.py"))
+    told, own = results_of(script, 2, tmp_path, tmp_path / f"model-{kind}")["leaving"]
+    error = {"plugin": "PluginError: no loss for these samples", "other": "MemoryError: full"}[kind]
+    assert own[0] == error
+    assert f"rank 1: {error}" in told[0]
+    assert own[2] and told[2], "a rank that has left must be started again"
+    # The ranks would wait for each other for two minutes.
+    assert told[1] < 60

@@ -19,6 +19,8 @@ from slime.trainer.process.stores import meeting_store
 from slime.types.errors import DataLoss, InvalidSetting, RemoteError, SlimeError, error_classes
 
 T = TypeVar("T")
+# In the store where ranks meet: the error of the first rank that left.
+LEFT = "slime-left"
 
 
 class Ranks:
@@ -40,18 +42,56 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self.control: dist.ProcessGroup | None = None
+        # True once an error has parted this rank from the others, which only a new start mends.
+        self.left = False
+        self._notes: dist.Store | None = None
         if world_size == 1:
             return
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store = meeting_store(master_address, rank, world_size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
+        # A connection of its own, where the kind of store has one: another thread may wait at the other.
+        self._notes = store.clone()
 
     def close(self) -> None:
         """Leaves; ranks that wait for this one fail at once rather than at their deadline."""
         if self.control is not None:
             self.control = None
             dist.destroy_process_group()
+
+    def leave(self, error: BaseException) -> BaseException:
+        """Leaves the others because of an error that they cannot know of. Returns the error to raise: `error`, or that
+        of the rank that left first, of which this one's may be a consequence."""
+        if self.control is None:
+            return error
+        first = error
+        with contextlib.suppress(RuntimeError):  # the store is gone with its rank
+            own = json.dumps({"rank": str(self.rank), **_described(error)})
+            if self._notes is not None and self._notes.compare_set(LEFT, "", own).decode() != own:
+                first = self.first_error() or error
+        self.left = True
+        self.close()
+        return first
+
+    def first_error(self) -> SlimeError | None:
+        """Returns the error of the rank that left first; None while all are here. Any thread may call this."""
+        with contextlib.suppress(RuntimeError):
+            if self._notes is not None and self._notes.check([LEFT]):
+                fields = json.loads(self._notes.get(LEFT))
+                return _rebuilt(int(fields["rank"]), fields)
+        return None
+
+    @contextlib.contextmanager
+    def leaving_on_error(self) -> Iterator[None]:
+        """Leaves at an error in the block, which makes collective calls: the others cannot follow."""
+        try:
+            yield
+        except Exception as error:
+            first = self.leave(error)
+            if first is error:
+                raise
+            raise first from error
 
     def add(self, values: Tensor) -> Tensor:
         """Returns the sum of a tensor over ranks, in its own dtype, on its own device."""
@@ -142,7 +182,7 @@ def _process_groups(name: str | None, device_type: str, world_size: int) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _described(error: Exception | None) -> dict[str, str]:
+def _described(error: BaseException | None) -> dict[str, str]:
     if error is None:
         return {}
     fields = {"type": type(error).__name__, "message": str(error)}

@@ -75,7 +75,8 @@ class CriticStep:
                 sums[name] = sums.get(name, torch.zeros((), device=term.device)) + term.detach().double()
             return value
 
-        self.critic.forward_backward(work.batches, loss)
+        with self.ranks.leaving_on_error():
+            self.critic.forward_backward(work.batches, loss)
         try:
             norm, lr = self.critic.optimizer_step()
         except NonFiniteGradient as error:

@@ -266,7 +266,8 @@ class TrainStep:
             samples = [work.samples[position] for position in batch.positions]
             return self.loss(batch, outputs, work.targets[number], samples, max(1, denominator), sums)
 
-        self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy, logits=self.loss.logits)
+        with self.ranks.leaving_on_error():
+            self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy, logits=self.loss.logits)
         added = self.backend.model_losses()
         self._before_update()
         try:
