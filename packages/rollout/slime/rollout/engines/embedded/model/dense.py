@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from slime.rollout.engines.embedded.model.kv_cache import KvCache
 from slime.rollout.engines.embedded.options import PACKED_MODELS
+from slime.types.models.processor import multiplies_bfloat16
 
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -286,5 +287,5 @@ def _packs() -> bool:
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype to compute in: bfloat16 if the weights have it and the processor multiplies it, or float32."""
-    fast = dtype == torch.bfloat16 and _packs() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = dtype == torch.bfloat16 and _packs() and multiplies_bfloat16(torch)
     return torch.bfloat16 if fast else torch.float32
