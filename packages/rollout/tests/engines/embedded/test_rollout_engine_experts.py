@@ -21,6 +21,7 @@ from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.model.checks import WeightChecker
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.names import disk_tensors
+from slime.rollout.engines.embedded.model.padded import token_bytes
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.weights import ModelWeights
 from slime.rollout.engines.embedded.options import EmbeddedOptions
@@ -147,7 +148,7 @@ def test_weights_come_in_another_type(first: Path, second: Path) -> None:
 
 OTHERS = {
     "deepseek_v3": "mlp.experts.3.down_proj", "glm4_moe": "mlp.experts.3.down_proj",
-    "minimax_m2": "block_sparse_moe.experts.3.w2",
+    "glm_moe_dsa": "mlp.experts.3.down_proj", "minimax_m2": "block_sparse_moe.experts.3.w2",
 }  # fmt: skip
 
 
@@ -155,8 +156,11 @@ def write_other(kind: str, directory: Path) -> Path:
     """A random model of another family, whose routers have biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # A model whose queries attend to three keys.
+    sparse = {"index_topk": 3, "index_n_heads": 16, "index_head_dim": 16} if kind == "glm_moe_dsa" else {}
     config = AutoConfig.for_model(
-        kind, vocab_size=32, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        kind, **sparse,
+        vocab_size=32, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, n_group=1,
         n_routed_experts=4, topk_group=1, first_k_dense_replace=1, head_dim=8, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0,
@@ -181,15 +185,19 @@ def test_other_families_have_the_names_of_their_files(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_families_write_what_transformers_does(kind: str, tmp_path: Path) -> None:
     model = model_of(write_other(kind, tmp_path)).requires_grad_(False)
+    if kind in ("deepseek_v3", "glm_moe_dsa"):
+        # Two layers in float32: the compressed vector, its rotated part, and what the indexer keeps.
+        assert token_bytes(model) == 2 * 4 * (16 + 8 + 16 * (kind == "glm_moe_dsa"))
     loaded = Loaded(model, None, 32, 64, frozenset([1]))
     scheduler = Scheduler(loaded, EmbeddedOptions(model_path=".", random_seed=0))
     params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
-    responses = [make_response(loaded, prompt, params, "", "input_ids") for prompt in ([2, 3, 4, 5], [6])]
+    prompts = ([2, 3, 4, 5], [6], [2, 3, 4, 5])
+    responses = [make_response(loaded, prompt, params, "", "input_ids") for prompt in prompts]
     try:
         scheduler.submit(responses).done.result(timeout=60)
     finally:
         scheduler.stop()
-    for prompt, response in zip(([2, 3, 4, 5], [6]), responses, strict=True):
+    for prompt, response in zip(prompts, responses, strict=True):
         tokens = torch.tensor([[*prompt, *response.output_ids]])
         best = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1).max(-1)
         assert list(response.output_ids) == best.indices.tolist()

@@ -165,8 +165,8 @@ def token_bytes(model: Any) -> int:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     numbers = 2 * heads * head_dim
     if getattr(text, "kv_lora_rank", None):
-        # Latent attention keeps one compressed vector for all heads.
-        numbers = text.kv_lora_rank + text.qk_rope_head_dim
+        # Latent attention keeps one compressed vector for all heads, and its indexer, if it has one, another.
+        numbers = text.kv_lora_rank + text.qk_rope_head_dim + (getattr(text, "index_head_dim", None) or 0)
     recurrent = (getattr(text, "layer_types", None) or ()).count(_RECURRENT)
     return (int(text.num_hidden_layers) - recurrent) * numbers * model.dtype.itemsize
 
