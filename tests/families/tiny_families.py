@@ -54,6 +54,8 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+# Longer sequences than the keys that the indexer chooses, and enough of its heads that no two keys score the same.
+SPARSE = {**LATENT, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 16, "num_nextn_predict_layers": 1}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -169,6 +171,7 @@ _TINY = {
         ahead=True,
     ),
     "glm4_moe_lite": Tiny("Glm4MoeLite", {**LATENT, "vocab_size": 157, "num_nextn_predict_layers": 1}, ahead=True),
+    "glm_moe_dsa": Tiny("GlmMoeDsa", {**SPARSE, "vocab_size": 157, "rms_norm_eps": 1e-5}, ahead=True),
     "moonlight": Tiny(
         "DeepseekV3", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "vocab_size": 157, "rms_norm_eps": 1e-5}
     ),
@@ -273,6 +276,7 @@ def _ahead(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         "glm4_moe": _glm4_moe_layer,
         "deepseek_v3": _deepseek_layer,
         "glm4_moe_lite": _deepseek_layer,
+        "glm_moe_dsa": _sparse_layer,
     }
     layer = kinds[config["model_type"]](config)
     for number in range(config["num_nextn_predict_layers"]):
@@ -353,6 +357,18 @@ def _deepseek_layer(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     named = {f"self_attn.{key}.weight": shape for key, shape in attention.items()}
     return {**_norms(config), **named, **_experts(config)}
+
+
+def _sparse_layer(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, width = config["hidden_size"], config["index_n_heads"], config["index_head_dim"]
+    indexer = {
+        "wq_b.weight": (heads * width, config["q_lora_rank"]),
+        "wk.weight": (width, hidden),
+        "k_norm.weight": (width,),
+        "k_norm.bias": (width,),
+        "weights_proj.weight": (heads, hidden),
+    }
+    return {**_deepseek_layer(config), **{f"self_attn.indexer.{key}": shape for key, shape in indexer.items()}}
 
 
 def _add(directory: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from converters_published import (
     ARGUMENTS,
     DEEPSEEK_V3,
+    GLM5,
     GLM45,
     GLM47_FLASH,
     LLAMA32_1B,
@@ -35,6 +36,7 @@ SIZES = {
     "DeepSeek-V3": 671.0,
     "Moonlight": 16.0,
     "GLM-4.7-Flash": 29.9,
+    "GLM-5": 743.9,
     "MiniMax-M2.5": 228.7,
 }
 
@@ -92,6 +94,13 @@ def test_what_a_config_leaves_out_has_the_default_of_transformers() -> None:
     bare = {key: value for key, value in MINIMAX_M25.items() if key not in ("head_dim", "rope_theta", "rotary_dim")}
     del known["rotary_percent"]
     assert find_family(bare).arguments(bare) == known
+    known = find_family(GLM5).arguments(GLM5)
+    left_out = {"first_k_dense_replace", "rms_norm_eps", "index_topk", "index_n_heads", "index_head_dim"}
+    bare = {key: value for key, value in GLM5.items() if key not in left_out}
+    assert find_family(bare).arguments(bare) == known
+    names = {block.name for parameter in find_family(bare).parameters(bare) for block in parameter.blocks}
+    assert {f"model.layers.{layer}.self_attn.indexer.k_norm.bias" for layer in (0, 77, 78)} <= names
+    assert find_family(GLM5).arguments({**GLM5, "index_topk_pattern": "F" * 78, "index_topk_freq": 1}) == known
 
 
 def test_layers_with_experts_are_those_that_transformers_5_lists() -> None:
@@ -127,6 +136,11 @@ def test_dense_layers_among_those_with_experts_are_listed() -> None:
         (LLAMA32_1B, {"rope_scaling": {**LLAMA32_1B["rope_scaling"], "low_freq_factor": 2.0}}, "low_freq_factor"),
         (GLM45, {"norm_topk_prob": False}, "norm_topk_prob"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (GLM5, {"indexer_types": ["full"] * 3 + ["shared"] * 75}, "indexer_types"),
+        (GLM5, {"index_topk_freq": 4}, "index_topk_freq"),
+        (GLM5, {"index_topk_pattern": "FFS"}, "index_topk_pattern"),
+        (GLM5, {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+        (GLM5, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type"),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type"),
         (DEEPSEEK_V3, {"num_experts_per_tok": 6}, "topk_group"),

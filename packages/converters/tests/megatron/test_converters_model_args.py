@@ -118,6 +118,11 @@ def test_every_contradiction_is_named_with_both_values_and_the_key(tmp_path: Pat
         ("moonlight", "--moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-pre-softmax --kv-channels 128"),
         ("glm4.7-30B-A3B", "--add-qkv-bias --kv-channels 192 --num-query-groups 20 --make-vocab-size-divisible-by 64"),
         (
+            "glm5-744B-A40B",
+            "--spec slime_plugins.models.glm5.glm5 get_glm5_spec --allgather-cp --enable-experimental --freeze-indexer "
+            "--kv-channels 192 --moe-router-pre-softmax --make-vocab-size-divisible-by 16",
+        ),
+        (
             "minimax-m2",
             "--spec slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec --qk-layernorm --moe-layer-freq [1]*62 "
             "--moe-router-pre-softmax --rotary-percent 0.5 --norm-epsilon 1e-6",
@@ -140,6 +145,7 @@ def test_what_agrees_or_describes_no_model_passes(name: str, flags: str) -> None
         ("qwen3-4B", "--padded-vocab-size 1000", ["--padded-vocab-size 1000", "151936"]),
         ("qwen3-4B", "--multi-latent-attention", ["--multi-latent-attention"]),
         ("qwen3-4B", "--qk-layernorm-across-heads", ["--qk-layernorm-across-heads", "no --qk-layernorm-across-heads"]),
+        ("glm5-744B-A40B", "--dsa-indexer-topk 512", ["--dsa-indexer-topk 512", "2048", "index_topk = 2048"]),
         ("minimax-m2", "--rotary-percent 1.0", ["--rotary-percent 1.0", "0.5", "rotary_dim = 64"]),
         ("llama3.1-8B", "--rope-scaling-factor 32", ["--rope-scaling-factor 32", "8.0"]),
         ("qwen3-30B-A3B", "--moe-layer-freq [0]+[1]*47", ["--moe-layer-freq [0]+[1]*47", "[1]*48"]),

@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5-355B": ("glm4.5-355B-A32B", {}),
     "GLM-4.7-355B": ("glm4.7-355B-A32B", {}),
     "GLM-4.7-Flash": ("glm4.7-30B-A3B", {}),
+    "GLM-5": ("glm5-744B-A40B", {}),
     "GLM-Z1": ("glm4-9B", {}),
     "DeepSeek-R1": ("deepseek-v3", {}),
 }
@@ -120,8 +121,8 @@ YAML = {
 }  # fmt: skip
 # The reason why a script cannot run here. A script that comes to pass leaves this table and never returns.
 REFUSED = {
+    "scripts_run-glm5-744B-A40B": "--prefill-num-servers and --colocate cannot be used together",
     "examples_delta_weight_sync_run-glm4.7-30B-A3B-delta": "--pipeline-model-parallel-size must be a divisor",
-    "scripts_run-glm5-744B-A40B": "--enable-experimental",
 }
 
 
@@ -216,6 +217,18 @@ def test_the_flags_of_delta_updates_are_planned_with_layers_that_its_stages_divi
     words = ["train", *words, "--train-backend", "megatron", "--output-dir", str(directory / "run")]
     code = cli.main([*words, "--rollout-engine", "sglang", "--dry-run", "--dry-run-gpus", "8"])
     assert code in (0, DOES_NOT_FIT), capsys.readouterr().err
+
+
+def test_the_script_of_glm5_is_planned_with_engines_that_do_prefill_and_decode(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = SCRIPTS["scripts_run-glm5-744B-A40B"][1]
+    first = flags.index("--prefill-num-servers")
+    words = furnish(directory, flags[:first] + flags[first + 2 :])
+    words = ["train", *words, "--train-backend", "megatron", "--output-dir", str(directory / "run")]
+    code = cli.main([*words, "--dry-run", "--dry-run-gpus", "8"])
+    output = capsys.readouterr()
+    assert code in (0, DOES_NOT_FIT), output.err
 
 
 def test_the_number_of_scripts_that_pass_does_not_fall() -> None:

@@ -232,6 +232,8 @@ def test_the_cache_and_the_checkpoint() -> None:
     assert kv_bytes(config) == 2 * 36 * 8 * 128 * 2 and kv_bytes(config, 4) == kv_bytes(config) / 4
     latent = model_config("deepseek-v3")
     assert kv_bytes(latent, 8) == 61 * (512 + 64) * 2
+    # A key of the indexer is 128 numbers in FP8 and their factor.
+    assert kv_bytes(model_config("glm5-744B-A40B"), 8) == 78 * ((512 + 64) * 2 + 128 + 4)
     # Every fourth layer has attention.
     assert kv_bytes(model_config("qwen3.5-9B")["text_config"]) == 2 * 8 * 4 * 256 * 2
     for settings, each in (

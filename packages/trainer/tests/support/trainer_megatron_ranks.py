@@ -1,5 +1,5 @@
 """Run by test_trainer_megatron_layouts: `trainer_megatron_ranks.py RANK WORLD_SIZE DIR MODELS`; with `gated` at the end
-by test_trainer_megatron_gated, with `minimax` by test_trainer_megatron_minimax, with `vision` by
+by test_trainer_megatron_gated, with `families` by test_trainer_megatron_families, with `vision` by
 test_trainer_megatron_vision, with `gated-vision` by test_trainer_megatron_gated_images.
 
 MODELS: directory with the models `dense`, `tied` and `experts`. A case writes CASE.json and CASE.safetensors in DIR.
@@ -90,9 +90,9 @@ GATED_CASES: Cases = {
     },
 }  # fmt: skip
 
-# With models of MiniMax-M2; two ranks have the same key of `one-key`.
-MINIMAX_CASES: Cases = {
-    1: {"alone": ("minimax", {}, {})},
+# With models of MiniMax-M2 and GLM-5; two ranks have the same key of `one-key`.
+FAMILY_CASES: Cases = {
+    1: {"alone": ("minimax", {}, {}), "alone-sparse": ("sparse", {}, {})},
     2: {
         "tensor": ("minimax", {TP: 2, SP: True, "use_distributed_optimizer": True}, {}),
         "tensor-one-key": ("one-key", {TP: 2, SP: True}, {}),
@@ -102,8 +102,14 @@ MINIMAX_CASES: Cases = {
             "minimax", {PP: 2, "recompute_granularity": "full", "recompute_method": "uniform",
                         "recompute_num_layers": 1}, {},
         ),
+        "tensor-sparse": ("sparse", {TP: 2, SP: True, "use_distributed_optimizer": True}, {}),
+        "context-sparse": ("sparse", {CP: 2}, {}),
+        "pipeline-sparse": ("sparse", {PP: 2, "recompute_granularity": "selective"}, {}),
     },
-    4: {"tensor-pipeline": ("one-key", {TP: 2, PP: 2, SP: True}, {})},
+    4: {
+        "tensor-pipeline": ("one-key", {TP: 2, PP: 2, SP: True}, {}),
+        "tensor-context-sparse": ("sparse", {TP: 2, CP: 2, SP: True}, {"data_pad_size_multiplier": 4}),
+    },
 }  # fmt: skip
 # With a Qwen3-VL of four layers, the first two of which see images; updates of its samples train on 1, 2 and no images.
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -134,7 +140,7 @@ GATED_VISION_CASES: Cases = {
     },
 }
 OF_OTHERS = {
-    "gated": GATED_CASES, "minimax": MINIMAX_CASES, "vision": VISION_CASES, "gated-vision": GATED_VISION_CASES,
+    "gated": GATED_CASES, "families": FAMILY_CASES, "vision": VISION_CASES, "gated-vision": GATED_VISION_CASES,
 }  # fmt: skip
 
 
@@ -196,6 +202,7 @@ def of_one_rank(model: Path, **values: Any) -> tuple[dict[str, Any], dict[str, t
     gradients = {
         name: part.clone()
         for of, parameter in runner.backend.policy.named_parameters()
+        if parameter.requires_grad
         for name, part in runner.backend._in_files(of, parameter.grad)
     }
     runner.backend._optimizer.clear_gradients()

@@ -147,8 +147,11 @@ _DECODER: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "attention_bias": True, "hidden_act": "silu", "torch_dtype": "float32",
 }  # fmt: skip
-
-
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0, "use_qk_norm": False,
+}  # fmt: skip
 _GATED: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -201,13 +204,18 @@ def write_ahead_model(path: Path) -> str:
 
 def write_biased_model(path: Path) -> str:
     """A GLM-4.5, whose routers have biases that no gradient moves."""
-    experts = {
-        "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "head_dim": 8, "partial_rotary_factor": 0.5,
-        "use_qk_norm": False, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
+    kind = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
+    return _write_by_table(path, _DECODER | _ROUTED | kind | {"head_dim": 8, "partial_rotary_factor": 0.5})
+
+
+def write_sparse_model(path: Path, **values: Any) -> str:
+    """A GLM-5 whose queries attend to five keys."""
+    sparse = {
+        "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 3,
+        "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 8, "attention_bias": False,
     }  # fmt: skip
-    return _write_by_table(path, _DECODER | experts)
+    return _write_by_table(path, _DECODER | _ROUTED | sparse | values)
 
 
 def _write_by_table(path: Path, config: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from slime.converters.families import config_json
 from slime.converters.families.base import Config, Family
 from slime.converters.families.config_values import check_values
-from slime.converters.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
+from slime.converters.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, GLM_MOE_DSA
 from slime.converters.families.glm import GLM4, GLM4_MOE
 from slime.converters.families.llama import LLAMA
 from slime.converters.families.mimo import MIMO
@@ -24,7 +24,7 @@ from slime.types.errors import InvalidFile, MissingFile, NotAvailable
 
 FAMILIES = (
     QWEN2, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LLAMA, GLM4, GLM4_MOE, GLM4_MOE_LITE,
-    DEEPSEEK_V3, MIMO, MINIMAX_M2,
+    GLM_MOE_DSA, DEEPSEEK_V3, MIMO, MINIMAX_M2,
 )  # fmt: skip
 
 

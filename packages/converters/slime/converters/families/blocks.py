@@ -111,6 +111,18 @@ def latent_attention(config: Config) -> Iterator[Parameter]:
     yield copy("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * value), split=1)
 
 
+def indexer(config: Config) -> Iterator[Parameter]:
+    """Yields the parameters of the indexer of DeepSeek sparse attention, of which every rank has all; k_norm is a layer
+    norm."""
+    hidden, heads, width = (required(config, key) for key in ("hidden_size", "index_n_heads", "index_head_dim"))
+    shapes = {
+        "wq_b.weight": (heads * width, required(config, "q_lora_rank")), "wk.weight": (width, hidden),
+        "k_norm.weight": (width,), "k_norm.bias": (width,), "weights_proj.weight": (heads, hidden),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        yield copy(f"self_attention.{name}", f"self_attn.indexer.{name}", shape)
+
+
 def _column(name: str, hf_name: str, shape: tuple[int, int]) -> Parameter:
     return copy(f"self_attention.{name}.weight", f"self_attn.{hf_name}.weight", shape, split=0)
 

@@ -38,7 +38,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
         "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "linear_conv_kernel_dim", "shared_expert_intermediate_size",
-        "full_attention_interval", "rotary_dim",
+        "full_attention_interval", "rotary_dim", "index_topk", "index_n_heads", "index_head_dim",
     )),
     ("a whole number of at least 0", _whole(0), (
         "head_dim", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq",
@@ -52,7 +52,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("a number", _number, ("routed_scaling_factor", "mscale", "mscale_all_dim")),
     ("true or false", lambda value: isinstance(value, bool), (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob", "use_sliding_window",
-        "rope_interleave", "use_routing_bias",
+        "rope_interleave", "use_routing_bias", "indexer_rope_interleave",
     )),
     ("a list of whole numbers", _whole_numbers, ("mlp_only_layers", "attn_type_list")),
     ("a list of dense and sparse", _kinds_of_layers, ("mlp_layer_types",)),

@@ -1,4 +1,7 @@
-"""DeepSeek V3, V3.1 and R1; Moonlight, Kimi K2 and GLM-4.7-Flash have the same layers."""
+"""DeepSeek V3, V3.1 and R1; Moonlight, Kimi K2 and GLM-4.7-Flash have the same layers, GLM-5 with an indexer in each.
+
+An indexer chooses the keys that a query attends to (DeepSeek sparse attention, DSA).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,13 @@ from slime.converters.families.mapping import Parameter
 from slime.converters.families.mtp import mtp_parameters, shared_copies
 from slime.types.errors import NotAvailable
 
-# Defaults of transformers' Glm4MoeLiteConfig.
+# Defaults of transformers' Glm4MoeLiteConfig and GlmMoeDsaConfig.
 FLASH_DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
+# Names of an indexer's sizes, behind `index_` in config.json and `dsa_indexer_` among Megatron's arguments.
+INDEXER = ("n_heads", "head_dim", "topk")
+SPARSE_DEFAULTS: dict[str, Any] = {
+    "first_k_dense_replace": 3, "rms_norm_eps": 1e-5, "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128,
+}  # fmt: skip
 
 
 def _arguments(config: Config) -> dict[str, Any]:
@@ -72,6 +80,8 @@ def _parameters(config: Config) -> Iterator[Parameter]:
 def _layer(config: Config, has_experts: int) -> Iterator[Parameter]:
     yield from blocks.layer_norms(required(config, "hidden_size"))
     yield from blocks.latent_attention(config)
+    if config.get("index_topk"):
+        yield from blocks.indexer(config)
     if has_experts:
         count, shared = required(config, "n_routed_experts"), config.get("n_shared_experts") or 0
         yield from blocks.moe(config, count, bias=True, shared=shared)
@@ -88,5 +98,36 @@ def _flash_parameters(config: Config) -> Iterator[Parameter]:
     return _parameters({**FLASH_DEFAULTS, **config})
 
 
+def _sparse_arguments(config: Config) -> dict[str, Any]:
+    config = {**SPARSE_DEFAULTS, **config}
+    required(config, "q_lora_rank")
+    refuse(rope(config), "rope_type", "default", "queries and keys of the indexer are rotated without scaling here")
+    refuse(config, "indexer_rope_interleave", True, "the indexer rotates pairs of neighbours")
+    _refuse_shared_indexers(config)
+    return _arguments(config) | {f"dsa_indexer_{name}": config[f"index_{name}"] for name in INDEXER}
+
+
+def _refuse_shared_indexers(config: Config) -> None:
+    """Raises NotAvailable where layers take the keys that an earlier layer chose, as in GLM-5.2."""
+    why = "every layer has an indexer of its own here"
+    kinds = config.get("indexer_types") or ()
+    if any(kind != "full" for kind in kinds):
+        raise NotAvailable.unavailable("indexer_types shared", why).at("config.json")
+    if not kinds:
+        refuse(config, "index_topk_freq", 1, why)
+        pattern = config.get("index_topk_pattern") or ()
+        refuse(
+            config,
+            "index_topk_pattern",
+            "F" * len(pattern) if isinstance(pattern, str) else ["full"] * len(pattern),
+            why,
+        )
+
+
+def _sparse_parameters(config: Config) -> Iterator[Parameter]:
+    return _parameters({**SPARSE_DEFAULTS, **config})
+
+
 DEEPSEEK_V3 = Family("DeepSeek V3", ("deepseek_v3", "kimi_k2"), _arguments, _parameters, shared_copies)
 GLM4_MOE_LITE = Family("GLM-4.7-Flash", ("glm4_moe_lite",), _flash_arguments, _flash_parameters, shared_copies)
+GLM_MOE_DSA = Family("GLM-5", ("glm_moe_dsa",), _sparse_arguments, _sparse_parameters, shared_copies)

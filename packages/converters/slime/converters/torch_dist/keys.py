@@ -31,7 +31,7 @@ _ACROSS_HEADS = re.compile(r"(?<=\.self_attention)\.([qk])_layernorm\.")
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 # Modules of megatron-core that save an `_extra_state`, an object of None here: linear layers, and with Transformer
 # Engine norms and core attention too.
-_HAS_STATE = re.compile(r".*\.(linear_\w+|eh_proj|\w*norm)")
+_HAS_STATE = re.compile(r".*\.(linear_\w+|eh_proj|\w*norm|wq_b|wk|weights_proj)")
 
 
 @dataclasses.dataclass(frozen=True)

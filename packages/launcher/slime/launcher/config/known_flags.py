@@ -21,7 +21,6 @@ PLANNED: dict[str, str] = {
     "the critic's settings are flags of their own: --critic-lr, --critic-load and others": "megatron-config-path",
     "the trainer does not multiply in 8 bits": """megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules""",
-    "no family of models here has sparse attention": "allgather-cp freeze-indexer",
     "the gated delta rule has one implementation here, in PyTorch": "qwen-gdn-backend",
     "log-probs are computed in two passes, which would drop different numbers; LoRA is trained without": "lora-dropout",
     "the optimizer is AdamW with its moments": "use-stateless-adam",

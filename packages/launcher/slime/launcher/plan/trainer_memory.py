@@ -225,7 +225,10 @@ def kv_bytes(config: Mapping[str, Any], tensor: int = 1, *, width: int = 2) -> f
     """Returns the bytes of a token in the cache of one GPU of an engine; latent attention is not split over GPUs."""
     shape = Shape.of(config)
     if config.get("kv_lora_rank"):
-        return shape.layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * width
+        compressed = (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * width
+        # Keys of an indexer are in FP8, with a factor for 128 numbers.
+        indexer = int(config.get("index_head_dim") or 0)
+        return shape.layers * (compressed + indexer + 4 * (indexer // 128))
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
     # Gated delta nets have a state for each sequence and nothing for a token.
     layers = shape.layers - sum(delta_nets(config) if config.get("linear_num_value_heads") else [])

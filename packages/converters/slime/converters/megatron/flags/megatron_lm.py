@@ -70,11 +70,13 @@ TE = "performance only: used where Transformer Engine is installed, elsewhere th
 # Fields with a flag that this version refuses, or takes for its own reasons. Field names, by reason.
 REFUSED_FIELDS = {
     NO_FAMILY: """apply_residual_connection_post_layernorm activation_func_clamp_value glu_linear_offset
-        qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold dsa_indexer_n_heads dsa_indexer_head_dim
-        dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss use_fused_weighted_squared_relu
+        qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold use_fused_weighted_squared_relu
         moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups
         mamba_num_heads use_mamba_mem_eff_path""",
-    "the family of --hf-checkpoint says which layers are gated delta nets": "experimental_attention_variant",
+    "the family of --hf-checkpoint says which layers are gated delta nets, and which have an indexer": (
+        "experimental_attention_variant"
+    ),
+    "the indexer of sparse attention does not train": "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
     OWN_LOSS: "cross_entropy_loss_fusion cross_entropy_fusion_impl",
     GRAPHS: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_warmup_steps",
     LOW: """fp8_quantizer_factory fp4 fp4_recipe fp4_param fp4_quantizer_factory use_kitchen_attention
@@ -189,7 +191,6 @@ REFUSED = {
         error-injection-rate error-injection-type rerun-mode""",
     INFERENCE: """inference-* max-tokens-to-oom output-bert-embeddings bert-embedder-type use-legacy-static-engine
         decode-only-cuda-graphs enable-chunked-prefill moe-pad-experts-for-cuda-graph-inference""",
-    "experimental parts of megatron-core": "enable-experimental",
 }
 
 # Field -> the help of its flag. Megatron's own sentences describe code, some are cut short, and one belongs to another
@@ -238,6 +239,9 @@ HELP: dict[str, str] = {
     "linear_num_value_heads": "Value heads of a gated delta net",
     "moe_shared_expert_gate": "Multiply the output of the shared experts by a gate",
     "multi_latent_attention": "Compress keys and values (multi-latent attention, MLA)",
+    "dsa_indexer_n_heads": "Heads of the indexer, which chooses the keys that a query attends to (sparse attention)",
+    "dsa_indexer_head_dim": "Size of a head of the indexer",
+    "dsa_indexer_topk": "Keys that the indexer chooses for a query",
     "init_method_std": "Standard deviation of initial weights",
     "embedding_init_method_std": "Standard deviation of the initial embedding (default: --init-method-std)",
     "disable_bf16_reduced_precision_matmul": "Add up bfloat16 matrix products in full precision",

@@ -39,6 +39,7 @@ from slime.trainer.backends.fsdp.routing import replay_of
 from slime.trainer.backends.fsdp.sglang_kernels import SglangKernels
 from slime.trainer.backends.learning_rate import learning_rate
 from slime.trainer.backends.snapshots import Snapshots, local
+from slime.trainer.backends.sparse_attention import has_indexer
 from slime.trainer.checkpoints.adapter import Adapter, read_adapter
 from slime.trainer.checkpoints.hf_directory import NamedTensors
 from slime.trainer.process.collective import Ranks
@@ -106,8 +107,7 @@ class FsdpBackend(Backend):
         self._master = MasterWeights(self.policy, ranks.rank, ranks.world_size) if bf16_copy else None
         self.snapshots = Snapshots([self.policy] if self.adapters is None else self.adapters.modules)
         self.row_multiple = settings.data_pad_size_multiplier
-        self._has_state = has_state(policy)
-        self.can_share_prompts = not self._has_state
+        self.can_share_prompts = not has_state(policy)
         self.gathers_keys = "sliding_attention" in loading.layer_types(policy.config) or self._engine is not None
         self.reference: nn.Module | None = None
         self._reference_is_base = settings.reference_is_base and self._has_references
@@ -206,8 +206,8 @@ class FsdpBackend(Backend):
     def memory_stays(self, stays: bool) -> None:
         # CUDA graphs hold addresses, and offloaded memory comes back at other ones.
         lasts = stays and self._master is not None and not self.settings.gradient_checkpointing
-        # Layers with a state launch other kernels for samples of other lengths.
-        lasts &= not self._has_state
+        # Layers with a state, or with chosen keys, launch other kernels for samples of other lengths.
+        lasts &= not has_state(self.policy) and not has_indexer(self.policy)
         if self._passes.rows is not None:
             self._passes.rows.use_graphs(lasts and self.device.type == "cuda")
 

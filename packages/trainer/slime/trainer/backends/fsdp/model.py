@@ -10,7 +10,7 @@ from torch import nn
 
 from slime.converters.convert.hf_source import HfSource
 from slime.converters.convert.quantization_config import block_size, group_size, quantization_of
-from slime.trainer.backends.delta_net import FAMILIES, use_packed_delta_nets
+from slime.trainer.backends import delta_net, sparse_attention
 from slime.trainer.backends.fsdp.attention import use_packed_attention
 from slime.trainer.backends.fsdp.vision import accept_images
 from slime.trainer.settings.adapters import check_adapter, refuse_adapter
@@ -19,6 +19,8 @@ from slime.types.files import no_directory
 from slime.types.models.vision import trained_vision, vision_of
 
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
+# Kinds of layers that only some families have in a form that is known here.
+_PACKABLE_OF = {"linear_attention": delta_net.FAMILIES, "indexed_attention": sparse_attention.FAMILIES}
 
 
 def load_model(path: str, *, flag: str, other_head: bool = False, train_vision: bool | None = None) -> nn.Module:
@@ -50,7 +52,7 @@ def load_model(path: str, *, flag: str, other_head: bool = False, train_vision: 
         _untie_head(config)
     model_type = config.get_text_config().model_type
     for kind in layer_types(config):
-        if kind not in _PACKABLE and not (kind == "linear_attention" and model_type in FAMILIES):
+        if kind not in _PACKABLE and model_type not in _PACKABLE_OF.get(kind, ()):
             raise NotAvailable.unavailable(f"layer_types {kind}", "these layers cannot handle packed rows").at(flag)
     try:
         model_class = AutoModelForImageTextToText
@@ -69,7 +71,8 @@ def load_model(path: str, *, flag: str, other_head: bool = False, train_vision: 
         raise InvalidFile(f"{flag}: {path}: {error}", field=flag, value=path) from error
     model.config.use_cache = False
     language = model if model_class is AutoModelForCausalLM else model.get_decoder()
-    use_packed_delta_nets(language)
+    delta_net.use_packed_delta_nets(language)
+    sparse_attention.use_packed_sparse_attention(language)
     use_packed_attention(language, flag=flag)
     for module in model.modules():
         if isinstance(module, nn.Embedding):

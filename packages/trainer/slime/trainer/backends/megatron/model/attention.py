@@ -27,7 +27,12 @@ from slime.types.errors import InvalidField
 
 
 class CoreAttention(MegatronModule):
-    """Takes the place of DotProductAttention and TEDotProductAttention in a layer's specification."""
+    """Takes the place of DotProductAttention and TEDotProductAttention in a layer's specification.
+
+    chosen: [T, k] int32, the keys that queries attend to in the next pass (`attend`); None for all.
+    """
+
+    chosen: Tensor | None = None
 
     def __init__(
         self,
@@ -65,20 +70,21 @@ class CoreAttention(MegatronModule):
                 "attention_mask", tuple(attention_mask.shape) if attention_mask is not None else "", "None"
             )
         if packed_seq_params is not None:
-            runs = _planned(packed_seq_params, self._group, query.device)
-            return self._packed(query, key, value, runs).flatten(1)
+            runs = planned(packed_seq_params, self._group, query.device)
+            chosen, self.chosen = self.chosen, None
+            return self._packed(query, key, value, runs, chosen).flatten(1)
         length, batch = query.shape[:2]
         limits = [length * self._group.size() * i for i in range(batch + 1)]
         runs = runs_of(limits, self._group.rank(), self._group.size(), query.device)
         query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         return self._packed(query, key, value, runs).view(batch, length, -1).transpose(0, 1).contiguous()
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, chosen: Tensor | None = None) -> Tensor:
         if self._group.size() > 1:
             width = key.shape[-1]
             both = GatherTokens.apply(torch.cat([key, value], dim=-1), self._group)
             key, value = both.split([width, value.shape[-1]], dim=-1)
-        return attend(query, key, value, runs, self.softmax_scale)
+        return attend(query, key, value, runs, self.softmax_scale, chosen=chosen)
 
 
 def runs_of(limits: list[int], rank: int, size: int, device: torch.device) -> Runs:
@@ -106,7 +112,7 @@ def runs_of(limits: list[int], rank: int, size: int, device: torch.device) -> Ru
     return Runs.gathered(q_lengths, keys, device)
 
 
-def _planned(packing: PackedSeqParams, group: dist.ProcessGroup, device: torch.device) -> Runs:
+def planned(packing: PackedSeqParams, group: dist.ProcessGroup, device: torch.device) -> Runs:
     """Plans the runs of a row once, and keeps them on it: reading the limits waits for the device."""
     runs = getattr(packing, "slime_runs", None)
     if runs is None:

@@ -28,6 +28,7 @@ from slime.trainer.backends.megatron.model.layers import (
     PostNormLayer,
     PostNormSubmodules,
     PredictionLayer,
+    SparseLatentAttention,
 )
 from slime.trainer.backends.megatron.model.norms import LatentNorm, norm_of, use_norms_across_heads
 
@@ -117,6 +118,9 @@ def block_spec(args: Mapping[str, Any], config: TransformerConfig, vp_stage: int
             layer.submodules.self_attention.module = LatentAttention
         if not engine:
             _use_own_parts(layer, config)
+        if config.dsa_indexer_topk:
+            layer.submodules.self_attention.module = SparseLatentAttention
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
         if args.get("qk_layernorm_across_heads"):
             use_norms_across_heads(layer.submodules.self_attention, config)
         if args.get("post_self_attn_layernorm") or args.get("post_mlp_layernorm"):

@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 # Kernels that only Transformer Engine has; without them other code computes the same numbers.
 _OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 # Defaults of Megatron-LM's command line that differ from the fields of MLATransformerConfig.
+_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _LATENT_DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
 
 
@@ -69,7 +70,7 @@ def _check(args: Mapping[str, Any]) -> None:
             expected = " or ".join(map(str, row.accepts))
             raise InvalidSetting.must_be(name, expected, got=value, reason=row.note)
     if not args.get("multi_latent_attention"):
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", *_INDEXER):
             if args.get(name) not in (None, by_dest()[name].default):
                 raise InvalidSetting.requires(f"{name} {args[name]}", "multi_latent_attention")
     if args.get("qk_layernorm_across_heads") and not args.get("qk_layernorm"):

@@ -28,7 +28,8 @@ Chunks = list[torch.nn.Module]
 def freeze(chunks: Chunks, settings: TrainerSettings, ranks: Ranks) -> None:
     """Freezes parameters by --only-train-params-name-list or --freeze-params-name-list.
 
-    The patterns are searched for (`re.search`) in the parameters' names in the whole model. Collective.
+    The patterns are searched for (`re.search`) in the parameters' names in the whole model. What never trains, the
+    indexer of sparse attention, stays frozen. Collective.
     Raises InvalidSetting naming the flag where that leaves nothing to train on any rank.
     """
     only, frozen = settings.only_train_params_name_list, settings.freeze_params_name_list or ()
@@ -36,7 +37,7 @@ def freeze(chunks: Chunks, settings: TrainerSettings, ranks: Ranks) -> None:
         return
     training = 0
     for name, parameter in parameter_names(chunks):
-        if isinstance(parameter, torch.nn.Parameter):
+        if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
             trains = any(re.search(p, name) for p in only) if only else not any(re.search(p, name) for p in frozen)
             parameter.requires_grad_(trains)
             training += trains

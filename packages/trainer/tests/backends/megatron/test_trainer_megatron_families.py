@@ -1,4 +1,5 @@
-"""MiniMax-M2 with Megatron and fsdp: the numbers of transformers, in every layout of ranks, whose norms span heads."""
+"""MiniMax-M2, whose norms span heads, and GLM-5, whose queries choose keys, with Megatron and fsdp: the numbers of
+transformers, in every layout of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_megatron_ranks import MINIMAX_CASES as CASES
+from trainer_megatron_ranks import FAMILY_CASES as CASES
 from trainer_megatron_ranks import of_one_rank, of_transformers, run_layouts, written
-from trainer_tiny import Runner, alone, make_samples, make_settings, write_minimax_model
+from trainer_tiny import Runner, alone, make_samples, make_settings, write_minimax_model, write_sparse_model
 
 from slime.converters.convert import hf_to_torch_dist
 from slime.converters.torch_dist.reader import TorchDist
@@ -19,6 +20,7 @@ from slime.trainer.trainer import pick_device
 from slime.types.errors import InvalidSetting
 
 BIAS = "e_score_correction_bias"
+INDEXER = ".indexer."
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     write_minimax_model(directory / "minimax")
     write_minimax_model(directory / "one-key", num_key_value_heads=1)
+    write_sparse_model(directory / "sparse", num_hidden_layers=4)
     return directory
 
 
@@ -34,8 +37,9 @@ def megatron(path: Path, **values: Any) -> Runner:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_log_probs_and_weights_are_those_of_transformers(models: Path, backend: str):
-    path = models / "minimax"
+@pytest.mark.parametrize("name", ["minimax", "sparse"])
+def test_log_probs_and_weights_are_those_of_transformers(models: Path, name: str, backend: str):
+    path = models / name
     runner = Runner(make_settings(str(path), train_backend=backend))
     samples = make_samples()[:4]
     for sample in samples:
@@ -48,12 +52,12 @@ def test_log_probs_and_weights_are_those_of_transformers(models: Path, backend: 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[int, Path]:
-    return run_layouts(tmp_path_factory, models, "minimax")
+    return run_layouts(tmp_path_factory, models, "families")
 
 
 @pytest.fixture(scope="module")
 def expected(models: Path) -> dict[str, Any]:
-    return {name: of_one_rank(models / name) for name in ("minimax", "one-key")}
+    return {name: of_one_rank(models / name) for name in ("minimax", "one-key", "sparse")}
 
 
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]
@@ -69,12 +73,38 @@ def test_layouts_equal_one_rank_of_fsdp(results: dict[int, Path], expected: dict
             assert got[position] == pytest.approx(values, abs=2e-5), position
     for name in ("train/grad_norm", "train/entropy_loss"):
         assert got["step"][name] == pytest.approx(found["step"][name], rel=1e-4), name
-    of_layout = {name: tensor for name, tensor in of_layout.items() if BIAS not in name}
+    of_layout = {name: tensor for name, tensor in of_layout.items() if BIAS not in name and INDEXER not in name}
     assert of_layout.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (of_layout[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
     for name, weight in weights.items():
         torch.testing.assert_close(updated[name], weight, rtol=1e-4, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("patterns", [None, ["embedding"]])
+def test_the_indexers_of_sparse_attention_do_not_train(models: Path, tmp_path: Path, patterns: list[str] | None):
+    path = models / "sparse"
+    before = load_file(path / "model.safetensors")
+    first = megatron(path, weight_decay=0.1, freeze_params_name_list=patterns)
+    first.run(0)
+    wanted = first.weights()
+    same = {name for name in before if torch.equal(wanted[name], before[name])}
+    frozen = {name for name in before if INDEXER in name or (patterns and "embed_tokens" in name)}
+    assert {name for name in same if BIAS not in name} == frozen
+    checkpoints = open_checkpoints(first.settings, first.backend, alone(), path)
+    checkpoints.save(tmp_path / "saved", TrainerState(step=1, updates=first.backend.updates), optimizer=True)
+    checkpoints.finish(wait=True)
+    backend = build_backend(first.settings, alone(), pick_device(0), weights=str(tmp_path / "saved"))
+    for name, tensor in backend.named_weights():
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+
+
+def test_an_indexer_needs_latent_attention():
+    from slime.trainer.backends.megatron.model.config import transformer_config
+
+    args = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "dsa_indexer_topk": 5}
+    with pytest.raises(InvalidSetting, match="dsa_indexer_topk 5 requires multi_latent_attention"):
+        transformer_config(args, params_dtype=torch.float32)
 
 
 def test_a_checkpoint_has_the_names_of_the_original_too_and_is_resumed(models: Path, tmp_path: Path):
