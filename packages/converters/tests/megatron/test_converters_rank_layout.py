@@ -83,6 +83,12 @@ def test_virtual_stages() -> None:
             "--pipeline-model-parallel-size must be a divisor of the model's 4 layers, got 3: "
             "see --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
         ),
+        (
+            2,
+            {"num_layers": 47, PIPELINE: 2},
+            "--pipeline-model-parallel-size must be a divisor of the model's 47 layers, got 2: "
+            "--decoder-last-pipeline-num-layers 23 leaves 24 layers for each of the others",
+        ),
         (2, {PIPELINE: 2, FIRST: 5}, "--decoder-first-pipeline-num-layers 5 of 4 layers: the other 1 pipeline stages "),
         (
             1,

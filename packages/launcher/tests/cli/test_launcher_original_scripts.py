@@ -219,6 +219,18 @@ def test_the_flags_of_delta_updates_are_planned_with_layers_that_its_stages_divi
     assert code in (0, DOES_NOT_FIT), capsys.readouterr().err
 
 
+def test_the_script_of_delta_updates_is_planned_with_the_flag_that_its_refusal_names(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = furnish(directory, SCRIPTS["examples_delta_weight_sync_run-glm4.7-30B-A3B-delta"][1])
+    words = ["train", *words, "--train-backend", "megatron", "--output-dir", str(directory / "run")]
+    words += ["--dry-run", "--dry-run-gpus", "8"]
+    assert cli.main(words) == 2
+    named = capsys.readouterr().err.split("got 2: ")[1].split(" leaves ")[0]
+    assert named == "--decoder-last-pipeline-num-layers 23"
+    assert cli.main([*words, *named.split()]) in (0, DOES_NOT_FIT), capsys.readouterr().err
+
+
 def test_the_script_of_glm5_is_planned_with_engines_that_do_prefill_and_decode(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,7 +238,12 @@ def _places_of_stages(args: Args) -> list[int]:
     if not ends:
         places = layers + sum(bool(args.get(name)) for name in PLACEHOLDERS)
         noun = "layers" if places == layers else "layers, with those that stand for embedding and loss"
-        _check_divisor(args, PIPELINE, places, noun, f"see {flag_name(FIRST)} and {flag_name(LAST)}")
+        reason = f"see {flag_name(FIRST)} and {flag_name(LAST)}"
+        each = -(-layers // stages)
+        last = layers - (stages - 1) * each
+        if places == layers and last > 0 and not any(args.get(name) for name in (LAYERS_PER_VIRTUAL, VIRTUAL)):
+            reason = f"{flag_name(LAST)} {last} leaves {counted(each, 'layer')} for each of the others"
+        _check_divisor(args, PIPELINE, places, noun, reason)
         return [places // stages] * stages
     flags = " and ".join(f"{flag_name(name)} {count}" for name, count in ends.items())
     if stages == 1:
