@@ -97,6 +97,32 @@ def engines() -> Iterator[list[StandInEngine]]:
         server.thread.join(120)
 
 
+def test_projections_that_sglang_loads_as_one_are_in_one_bucket():
+    """It drops each of them that comes without the other."""
+    low = torch.float8_e4m3fn
+    weights: list[tuple[str, torch.Tensor]] = []
+    for layer in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
+        for name, dtype in (
+            ("q_a_proj.weight", low), ("q_a_proj.weight_scale_inv", torch.float32), ("q_b_proj.weight", low),
+            ("kv_a_proj_with_mqa.weight", low), ("kv_a_proj_with_mqa.weight_scale_inv", torch.float32),
+            ("indexer.wk.weight", low), ("indexer.wk.weight_scale_inv", torch.float32), ("o_proj.weight", low),
+        ):  # fmt: skip
+            weights.append((f"{layer}.{name}", torch.zeros(16).to(dtype)))
+    # With plain queries, and an indexer in bfloat16, nothing waits.
+    weights += [("model.layers.2.self_attn.kv_a_proj_with_mqa.weight", torch.zeros(8).bfloat16())]
+    weights += [("model.layers.2.self_attn.indexer.wk.weight", torch.zeros(8).bfloat16())]
+    weights += [("model.layers.3.self_attn.q_a_proj.weight", torch.zeros(8).bfloat16())]
+    for most in (1, 40, 100, 200):
+        got = list(buckets(iter(weights), max_bytes=most))
+        names = [name for bucket, _ in got for name in bucket]
+        assert sorted(names) == sorted(name for name, _ in weights)
+        place = {name: number for number, (bucket, _) in enumerate(got) for name in bucket}
+        for layer in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
+            for end in ("weight", "weight_scale_inv"):
+                assert place[f"{layer}q_a_proj.{end}"] == place[f"{layer}kv_a_proj_with_mqa.{end}"]
+            assert place[f"{layer}indexer.wk.weight"] == place[f"{layer}indexer.wk.weight_scale_inv"]
+
+
 def test_buckets_hold_every_tensor_once():
     weights = [(f"w{i}", torch.zeros(n)) for i, n in enumerate((2, 2, 9, 1))]
     got = list(buckets(iter(weights), max_bytes=20))

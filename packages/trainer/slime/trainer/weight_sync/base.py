@@ -57,23 +57,50 @@ class WeightTransport(abc.ABC):
 
 def buckets(weights: Weights, max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Yields (bucket, whether it is the last). A bucket is tensors by name, at most `max_bytes` together; a larger
-    tensor has a bucket of its own. Tensors with wider elements come first: in `flatten`, each then begins at a multiple
-    of the bytes of an element, where it can be viewed.
+    tensor has a bucket of its own, and so have larger ones that an engine needs together. Tensors with wider elements
+    come first: in `flatten`, each then begins at a multiple of the bytes of an element, where it can be viewed.
 
     A caller that clears a bucket frees its tensors: nothing here refers to them any more.
     """
     bucket: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > max_bytes:
+    for joined in _joined(weights):
+        needed = sum(tensor.nbytes for tensor in joined.values())
+        if bucket and size + needed > max_bytes:
             _widest_first(bucket)
             yield bucket, False
             bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-        del tensor
+        bucket |= joined
+        size += needed
+        joined.clear()
     _widest_first(bucket)
     yield bucket, True
+
+
+def _joined(weights: Weights) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors that have to be in one bucket, most of them alone.
+
+    SGLang loads some of them as one, and loses each that comes without the other (0.5.17, deepseek_weight_loader.py).
+    """
+    waiting: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in weights:
+        awaited = _awaited(name, tensor)
+        if awaited is not None:
+            waiting[awaited] = name, tensor
+        else:
+            yield dict([waiting.pop(name)] if name in waiting else []) | {name: tensor}
+        del tensor
+    for name, tensor in waiting.values():
+        yield {name: tensor}
+
+
+def _awaited(name: str, tensor: Tensor) -> str | None:
+    """Returns the name of a later tensor that engines need together with this one."""
+    if ".self_attn.q_a_proj." in name:
+        return name.replace(".q_a_proj.", ".kv_a_proj_with_mqa.")
+    if name.endswith(".indexer.wk.weight") and tensor.dtype == torch.float8_e4m3fn:
+        return f"{name}_scale_inv"
+    return None
 
 
 def _widest_first(bucket: dict[str, Tensor]) -> None:
