@@ -13,6 +13,7 @@ import pytest
 from slime.launcher import tiny_model
 from slime.launcher.config import run_config
 from slime.launcher.placement.plan import plan_placement
+from slime.launcher.platform import probes
 from slime.launcher.quickstart import __main__ as quickstart
 from slime.launcher.quickstart import arithmetic, reverse
 from slime.launcher.quickstart.__main__ import COMMON
@@ -100,3 +101,22 @@ def test_flags_that_quickstart_does_not_know_go_to_training() -> None:
     options, rest = quickstart.parse(["--tiny", "--output-dir", "x", "--lr", "1"])
     assert options.tiny and options.output_dir == Path("x")
     assert rest == ["--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("multiplies", "gpus", "dtype"),
+    [(True, 0, "bfloat16"), (False, 0, "float32"), (False, 1, "bfloat16")],
+    ids=["with the instructions", "without", "without, beside a GPU"],
+)
+def test_the_recipe_computes_in_bfloat16_only_where_that_is_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, gpus: int, dtype: str
+) -> None:
+    monkeypatch.setattr(probes, "gpus", lambda: [probes.Gpu("0", "H100", 80 << 30, 79 << 30)] * gpus)
+    monkeypatch.setattr(probes, "multiplies_bfloat16", lambda: multiplies)
+    (tmp_path / "model").mkdir()
+    options, _ = quickstart.parse(["--output-dir", str(tmp_path), "--model-dir", str(tmp_path / "model")])
+    monkeypatch.setattr(quickstart, "write_smollm2", lambda directory: directory)
+    config = run_config.parse([*quickstart.smollm2_recipe(options), *COMMON], check=False)
+    trainer = config.trainer.on("cuda" if gpus else "cpu")
+    assert bool(trainer.bf16) == (dtype == "bfloat16")
+    assert config.rollout.rollout_engine_dtype == trainer.wire_dtype == dtype, "weights arrive as the engine holds them"

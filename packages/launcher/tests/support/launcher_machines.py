@@ -36,6 +36,7 @@ def make_well(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         "gpus": lambda: [],
         "visible_devices": lambda: None,
         "torch_sees_gpus": lambda: False,
+        "multiplies_bfloat16": lambda: True,
         "disk_free": lambda directory: (Path("/"), 500 * GIB),
         "writable": lambda directory: True,
         "shared_memory": lambda: 16 * GIB,

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from slime.rollout.engines.gpus import VISIBLE, visible_gpus
+from slime.types.models import processor
 
 SHARED_MEMORY = Path("/dev/shm")
 # Ray writes the address of the cluster that was started on this machine into this file.
@@ -83,6 +84,13 @@ def torch_sees_gpus() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def multiplies_bfloat16() -> bool:
+    """Imports torch; returns whether the processor multiplies matrices in bfloat16."""
+    import torch
+
+    return processor.multiplies_bfloat16(torch)
 
 
 def python_version() -> str:

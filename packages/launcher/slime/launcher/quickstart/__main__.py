@@ -90,8 +90,17 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
         "--rm-type", "integer",
         "--num-rollout", str(options.steps(10)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
-        "--rollout-max-response-len", "12", "--rollout-engine-dtype", "bfloat16", "--bf16", "--lr", "2e-5",
+        "--rollout-max-response-len", "12", "--lr", "2e-5", *fast_dtype(),
     ]  # fmt: skip
+
+
+def fast_dtype() -> list[str]:
+    """Returns the flags of the data type in which this machine trains and generates faster."""
+    from slime.launcher.platform import probes
+
+    if probes.gpus() or probes.multiplies_bfloat16():
+        return ["--rollout-engine-dtype", "bfloat16", "--bf16"]
+    return ["--rollout-engine-dtype", "float32"]
 
 
 def write_smollm2(directory: Path) -> Path:
