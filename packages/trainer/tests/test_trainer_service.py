@@ -12,8 +12,9 @@ from trainer_stack import WRITER, Stack
 from trainer_tiny import make_samples, summarize
 from transformers import AutoModelForCausalLM
 
-from slime.trainer import service
+from slime.trainer import service, trainer
 from slime.trainer.service import Worker
+from slime.trainer.settings.checks import EMULATED_BFLOAT16
 from slime.types.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -219,3 +220,18 @@ def test_a_job_that_waits_for_a_rank_that_has_left_ends_with_the_error_of_that_r
     finally:
         release.set()
         worker.stop()
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_bfloat16_on_a_processor_that_emulates_it_is_warned_of_once(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, multiplies: bool, bf16: bool
+):
+    monkeypatch.setattr(trainer, "pick_device", lambda rank: torch.device("cpu"))
+    monkeypatch.setattr(trainer, "multiplies_bfloat16", lambda torch: multiplies)
+    stack = Stack(model, bf16=bf16)
+    try:
+        stack.client.train_step(0, 3, timeout=60)
+    finally:
+        stack.close()
+    assert caplog.messages.count(EMULATED_BFLOAT16) == (bf16 and not multiplies)

@@ -11,8 +11,10 @@ import pytest
 from slime.launcher.config import run_config
 from slime.launcher.config.advice import EFFECTS, FAKE_INT4, advice
 from slime.launcher.config.catalogue import Flag, declared
+from slime.launcher.platform import probes
 from slime.rollout.engines.registry import KINDS, choose_engine
 from slime.rollout.settings.rollout import RolloutSettings
+from slime.trainer.settings.checks import EMULATED_BFLOAT16
 from slime.types.errors import ConfigError, InvalidSetting
 from slime.types.setting_values import value_type
 
@@ -302,3 +304,15 @@ def test_an_engine_that_was_chosen_by_itself_names_the_settings_that_it_does_not
         "--rollout-num-gpus-per-engine 2 has no effect: only SGLang reads it",
         "--rollout-engine-threads 2 has no effect: only the embedded engine reads it",
     ]
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_bfloat16_on_a_processor_that_emulates_it_is_named(monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(probes, "gpus", lambda: [])
+    monkeypatch.setattr(probes, "multiplies_bfloat16", lambda: multiplies)
+    assert (EMULATED_BFLOAT16 in list(advice(parse("--bf16")))) == (not multiplies)
+    for flags in ("", "--no-bf16", "--bf16 --ray-address auto", "--bf16 --dry-run --dry-run-gpus 1"):
+        assert EMULATED_BFLOAT16 not in list(advice(parse(flags))), flags
+    monkeypatch.setattr(probes, "gpus", lambda: [probes.Gpu("0", "H100", 80 << 30, 79 << 30)])
+    assert EMULATED_BFLOAT16 not in list(advice(parse("--bf16")))

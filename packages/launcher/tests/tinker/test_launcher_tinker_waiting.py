@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from slime.launcher.tinker import futures, models
+from slime.launcher.tinker import futures, models, service
 from slime.launcher.tinker.futures import Futures
 from slime.launcher.tinker.messages import SampleResponse
 from slime.launcher.tinker.models import Models, TrainingRun
@@ -18,6 +19,8 @@ from slime.launcher.tinker.requests import Sampling
 from slime.launcher.tinker.sampling import Sampler, SamplerWeights
 from slime.launcher.tinker.service import Served, Service
 from slime.launcher.tiny_model import write_model
+from slime.trainer import trainer
+from slime.trainer.settings.checks import EMULATED_BFLOAT16
 from slime.types.errors import Busy, DeadlineExceeded, EngineError, InvalidField, WrongState
 
 ONE = Sampling([1, 2], 1, {"max_new_tokens": 1}, None, False)
@@ -270,3 +273,18 @@ def test_a_model_that_cannot_be_recorded_takes_no_place_of_another(tmp_path: Pat
         assert isinstance(made, dict) and made["type"] == "create_model"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_service_warns_of_bfloat16_on_a_processor_that_emulates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bf16: bool
+) -> None:
+    monkeypatch.setattr(service, "pick_device", lambda rank: torch.device("cpu"))
+    monkeypatch.setattr(trainer, "multiplies_bfloat16", lambda torch: False)
+
+    async def run() -> None:
+        served = Served(tmp_path, ("m",), 64, CheckpointStore(tmp_path), tmp_path, bf16=bf16)
+        await Service(served, Models(1), sampler_of(Engine())).close()
+
+    asyncio.run(run())
+    assert caplog.messages.count(EMULATED_BFLOAT16) == bf16

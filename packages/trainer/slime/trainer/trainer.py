@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import random
 import time
@@ -19,6 +20,7 @@ from slime.trainer.batching.plan import FORMAT, Planner
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.debug.memory import MemoryRecord
 from slime.trainer.process.collective import Ranks
+from slime.trainer.settings.checks import EMULATED_BFLOAT16
 from slime.trainer.settings.debug import check_template
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.trainer.step.device_memory import PARTS, DeviceMemory
@@ -31,8 +33,11 @@ from slime.trainer.weight_sync.sender import WeightSender
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
 from slime.types.clients.trainer import TrainedStep
 from slime.types.errors import DataLoss, InvalidField, InvalidSetting, WrongState, counted
+from slime.types.models.processor import multiplies_bfloat16
 from slime.types.plugins import load_setting
 from slime.types.sample import Sample
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -51,6 +56,8 @@ class Trainer:
         """megatron: the explicitly set arguments of Megatron, by attribute name; for that backend."""
         device = pick_device(ranks.rank)
         self.settings = settings = settings.on(device.type)
+        if ranks.rank == 0 and settings.bf16:
+            warn_of_emulated_bfloat16(device)
         self.ranks = ranks
         self.buffer = buffer
         self.rollout = rollout
@@ -280,6 +287,12 @@ def pick_device(rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+
+
+def warn_of_emulated_bfloat16(device: torch.device) -> None:
+    """Logs that --bf16 is slow, for a CPU without the instructions."""
+    if device.type == "cpu" and not multiplies_bfloat16(torch):
+        log.warning(EMULATED_BFLOAT16)
 
 
 def prepare_process(settings: TrainerSettings) -> None:

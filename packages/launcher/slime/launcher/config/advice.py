@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime.launcher.config.catalogue import as_typed, declared
 from slime.launcher.config.checks.loop import staleness_bound
 from slime.launcher.config.derived import other_defaults
+from slime.launcher.platform import probes
 from slime.launcher.run_directory.checkpoints import begins_with_reference
 from slime.rollout.recordings.paths import path_of
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION
@@ -327,6 +328,7 @@ def advice(config: RunConfig, *, asynchronous: bool = False) -> Iterator[str]:
         yield from trainer.advice(config.trainer, asynchronous=asynchronous and not on_time)
         yield from other_defaults(config.trainer, config.explicit)
         yield from _rounding_in_training()
+        yield from _emulated_bfloat16(config)
     if not config.launcher.debug_train_only:
         yield from _lengths(config)
 
@@ -338,6 +340,14 @@ def _rounding_in_training() -> Iterator[str]:
             f"{FAKE_INT4}=1 has no effect: training does not round weights to INT4, only weight updates are rounded; "
             "--use-tis weights the loss by the ratio of the two models' probabilities"
         )
+
+
+def _emulated_bfloat16(config: RunConfig) -> Iterator[str]:
+    """Yields what --bf16 costs, if the trainer computes on the CPU of this machine."""
+    settings = config.launcher
+    elsewhere = settings.ray_address or os.environ.get("RAY_ADDRESS") or settings.dry_run_gpus
+    if config.trainer.bf16 and not elsewhere and not probes.gpus() and not probes.multiplies_bfloat16():
+        yield trainer.EMULATED_BFLOAT16
 
 
 def _one_file_for_all(config: RunConfig) -> Iterator[str]:

@@ -24,7 +24,7 @@ from slime.launcher.tinker.requests import (
 )
 from slime.launcher.tinker.sampling import Sampler, SamplerWeights
 from slime.launcher.tinker.training import TrainedModel
-from slime.trainer.trainer import pick_device
+from slime.trainer.trainer import pick_device, warn_of_emulated_bfloat16
 from slime.types.directories import remove_directory
 from slime.types.errors import InvalidField, NotAvailable, NotFound, WrongState
 
@@ -80,7 +80,10 @@ class Service:
         self._models = models
         self._sampler = sampler
         self._base = SamplerWeights(served.directory, "base")
-        self._shared = SharedBase(str(served.directory), bf16=served.bf16, device=pick_device(0))
+        device = pick_device(0)
+        if served.bf16:
+            warn_of_emulated_bfloat16(device)
+        self._shared = SharedBase(str(served.directory), bf16=served.bf16, device=device)
         self._sessions: dict[str, _Session] = {}
         self._samplers: dict[str, _SamplingSession] = {}
 

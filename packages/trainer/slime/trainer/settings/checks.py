@@ -27,6 +27,10 @@ MEGATRON_ONLY = (
 # Value of --lora-target-modules.
 ALL_LINEAR = "all-linear"
 CRITIC_ONLY = ("critic_load", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip", "lambd")
+EMULATED_BFLOAT16 = (
+    "--bf16 is slow on this processor: torch has no fast matrix products in bfloat16 for it, and those it has take "
+    "many times longer than in float32 (docs/benchmarks/cpu.md); leave out --bf16"
+)
 # Terms and corrections of the policy loss.
 POLICY_LOSS_ONLY = (
     "kl_loss_coef", "use_tis", "use_opsm", "custom_tis_function_path", "custom_pg_loss_reducer_function_path",
