@@ -108,6 +108,18 @@ def test_old_policies_are_kept_until_what_they_made_is_trained_on(model: str):
     assert policies.find("1") is None and policies.find("4") == "version-4"
 
 
+def test_groups_as_late_as_any_before_find_the_weights_that_made_them(model: str):
+    policies = OldPolicies(runner_of(model, "fsdp").backend, 0)
+    for version, made in enumerate(["0", "0", "0", "3", "4"]):
+        policies.trained([made])
+        policies.keep(version + 1)
+    # Samples were two updates old once, so that others may be.
+    assert [policies.find(str(version)) for version in range(2, 6)] == ["version-2", "version-3", "version-4", ""]
+    assert policies.find("1") is None
+    policies.trained(["3"])
+    assert (policies.find("2"), policies.find("3")) == (None, "version-3")
+
+
 def test_resumed_weights_are_not_those_that_generated_before_their_last_update(model: str, tmp_path: Path):
     """A checkpoint is written before its weights are sent: the version in it is that of the weights before."""
     straight = Stack(model, keep_old_actor=True)

@@ -1,4 +1,4 @@
-"""Old policies: the weights that generated samples, kept until none of those samples is left to train on."""
+"""Old policies: the weights that generated samples, kept as long as samples of theirs may come."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class OldPolicies:
         self._backend = backend
         self._kept: list[int] = []
         self._current: int | None = None
+        # Most updates by which the weights were ahead of those of a token that was trained on.
+        self._lag = 0
         if version is not None:
             self.keep(version)
 
@@ -48,10 +50,17 @@ class OldPolicies:
         return _name(number) if number in self._kept and number is not None else None
 
     def trained(self, versions: Iterable[str]) -> None:
-        """Notes that the weights changed. versions: of the tokens trained on; older ones will not come again."""
+        """Notes that the weights changed, and drops those that are older than any of a token was so far.
+
+        versions: of the tokens trained on. Groups end in any order: the next one may be as late as the latest was.
+        """
         self._current = None
         numbers = [number for number in map(_number, versions) if number is not None]
-        for version in [v for v in self._kept if numbers and v < min(numbers)]:
+        if not numbers or not self._kept:
+            return
+        newest = self._kept[-1]
+        self._lag = max(self._lag, newest - min(numbers))
+        for version in [v for v in self._kept if v < newest - self._lag]:
             self._drop(version)
 
     def _drop(self, version: int) -> None:

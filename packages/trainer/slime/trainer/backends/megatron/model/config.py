@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 # Kernels that only Transformer Engine has; without them other code computes the same numbers.
 _OF_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
-# Defaults of Megatron-LM's command line that differ from the fields of MLATransformerConfig.
 _INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+# Defaults of Megatron-LM's command line that differ from the fields of MLATransformerConfig.
 _LATENT_DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
 
 
