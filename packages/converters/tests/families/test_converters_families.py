@@ -163,10 +163,11 @@ def test_what_megatron_cannot_build_is_refused_by_name(
     assert raised.value.field == field
 
 
-def test_a_missing_size_is_named() -> None:
+@pytest.mark.parametrize(("config", "name"), [(QWEN3_4B, "num_hidden_layers"), (GLM5, "index_topk")])
+def test_a_missing_size_is_named(config: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidFile) as raised:
-        find_family(QWEN3_4B).arguments({**QWEN3_4B, "num_hidden_layers": None})
-    assert raised.value.field == "num_hidden_layers"
+        find_family(config).arguments({**config, name: None})
+    assert raised.value.field == name
 
 
 def test_an_unknown_model_type_is_an_error_with_the_known_ones() -> None:

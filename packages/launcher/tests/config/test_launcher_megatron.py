@@ -301,6 +301,8 @@ def test_nothing_in_load_is_an_error_without_a_reference_and_beside_other_files(
     with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint"):
         run_config.parse([*words, *both])
     (load / "notes.txt").unlink()
+    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .*, or --ref-load the first weights"):
+        run_config.parse(words)
     assert run_config.parse([*words, *both]).trainer.load == str(reference)
     load.rmdir()
     load.touch()

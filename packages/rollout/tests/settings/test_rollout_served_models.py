@@ -173,6 +173,18 @@ def test_memory_that_nixl_has_registered_is_not_released(tmp_path: Path, flag: s
         settings(tmp_path, [{"name": "policy", "server_groups": groups}], **shared)
 
 
+def test_both_engines_of_a_pair_hand_over_by_one_backend(tmp_path: Path) -> None:
+    groups = [PAIR[0] | {"overrides": {"disaggregation_transfer_backend": "nixl"}}, PAIR[1]]
+    message = r"groups\[1\]\.overrides\.\w+_backend must be that of .*groups\[0\], nixl, got 'mooncake, the default'"
+    with pytest.raises(InvalidSetting, match=message):
+        settings(tmp_path, [{"name": "policy", "server_groups": groups}])
+
+
+def test_pairs_beside_the_trainer_ask_for_gpus_of_the_trainer() -> None:
+    with pytest.raises(InvalidSetting, match="1 requires --actor-num-gpus-per-node N, a multiple of 1 and at least 2"):
+        RolloutSettings(hf_checkpoint="m", prefill_num_servers=1, rollout_num_gpus=1, colocate=True)
+
+
 def without(entry: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != key}
 

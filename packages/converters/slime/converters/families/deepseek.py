@@ -100,7 +100,8 @@ def _flash_parameters(config: Config) -> Iterator[Parameter]:
 
 def _sparse_arguments(config: Config) -> dict[str, Any]:
     config = {**SPARSE_DEFAULTS, **config}
-    required(config, "q_lora_rank")
+    for name in ("q_lora_rank", *(f"index_{name}" for name in INDEXER)):
+        required(config, name)
     refuse(rope(config), "rope_type", "default", "queries and keys of the indexer are rotated without scaling here")
     refuse(config, "indexer_rope_interleave", True, "the indexer rotates pairs of neighbours")
     _refuse_shared_indexers(config)
@@ -125,7 +126,9 @@ def _refuse_shared_indexers(config: Config) -> None:
 
 
 def _sparse_parameters(config: Config) -> Iterator[Parameter]:
-    return _parameters({**SPARSE_DEFAULTS, **config})
+    config = {**SPARSE_DEFAULTS, **config}
+    required(config, "index_topk")
+    return _parameters(config)
 
 
 DEEPSEEK_V3 = Family("DeepSeek V3", ("deepseek_v3", "kimi_k2"), _arguments, _parameters, shared_copies)

@@ -158,7 +158,7 @@ def plan_placement(
         raise NotAvailable.unavailable(
             f"{rollout.models_source} with engines on several nodes",
             f"they have {rollout_gpus} GPUs together, and the largest node has {max(usable)}",
-            "fewer GPUs, or --rollout-external-engine-addrs with engines that run already",
+            "fewer GPUs" if shares else "fewer GPUs, or --rollout-external-engine-addrs with engines that run already",
         )  # fmt: skip
     if shares:
         engines = parts_of_engines(trainer_nodes, ranks, max(1, engine // ranks))

@@ -111,6 +111,7 @@ class ModelSettings:
         else:
             _sum_up(settings, "rollout_num_gpus", None, sum(group.num_gpus or 0 for group in groups))
         for model in self.served_models:
+            backends: dict[str | None, EngineGroup] = {}
             for group in model.groups:
                 try:
                     of_group = group_settings(settings, model, group)
@@ -122,6 +123,15 @@ class ModelSettings:
                     worker = f".worker_type {group.worker_type}" if self.sglang_config else ""
                     backend = of_group.sglang_args.get("disaggregation_transfer_backend")
                     refuse_in_pairs(of_group, f"{self.place_of(group)}{worker}", backend)
+                    first = next(iter(backends), backend)
+                    if backend != first:
+                        field, default = "disaggregation_transfer_backend", f"{OFFLOADED_BACKEND}, the default"
+                        raise InvalidSetting.must_be(
+                            f"{self.place_of(group)}.overrides.{field}",
+                            f"that of {backends[first].place}, {first or default}", got=backend or default,
+                            reason="both engines of a pair hand over by one",
+                        )  # fmt: skip
+                    backends[backend] = group
 
     def _check_reward_url(self, rm_url: str | None, *, posts: bool) -> None:
         """Raises InvalidSetting for an address that cannot be one. posts: whether a built-in reward posts there; what
@@ -207,8 +217,10 @@ def _in_pairs(settings: RolloutSettings, prefill: int) -> ConfiguredModel:
     each, total = settings.rollout_num_gpus_per_engine, settings.rollout_num_gpus
     least = (prefill + 1) * each
     if total is None or total < least or total % each:
+        # Engines that share the trainer's GPUs have all of them.
+        flag = "--actor-num-gpus-per-node" if settings.colocate else "--rollout-num-gpus"
         raise InvalidSetting.requires(
-            f"{PREFILL_FLAG} {prefill}", f"--rollout-num-gpus N, a multiple of {each} and at least {least}",
+            f"{PREFILL_FLAG} {prefill}", f"{flag} N, a multiple of {each} and at least {least}",
             f"{each * prefill} of the GPUs do prefill, and the rest decode",
         )  # fmt: skip
     parts = ((PREFILL, prefill * each), (DECODE, total - prefill * each))
