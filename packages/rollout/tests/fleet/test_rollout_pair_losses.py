@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 from rollout_pairs import (
@@ -30,13 +29,12 @@ from rollout_pairs import (
     until,
 )  # fmt: skip
 from rollout_tiny_model import write_tiny_model
-from sglang_pairs import DROP, NO_ANSWER
+from sglang_pairs import DROP
 from sglang_recording import HOLD, HOLD_PREFILL
 
 from slime.rollout.engines.base import RemoteEngine
-from slime.rollout.engines.keys import engine_headers
 from slime.rollout.fleet.engine_weights import EngineWeights
-from slime.rollout.fleet.fleet import INTERRUPTED, LOST, Fleet, PairInFlight
+from slime.rollout.fleet.fleet import INTERRUPTED, Fleet
 from slime.rollout.fleet.member import Member
 from slime.rollout.launch import check_abilities, open_state
 from slime.rollout.settings.rollout import RolloutSettings
@@ -103,69 +101,6 @@ def test_a_request_that_was_handed_over_is_no_longer_its_prefill_engines(fleet: 
 
     fleet.loop.run(hand_over(), timeout=120)
     assert fleet.router.in_flight == 0
-
-
-async def handed_over(fleet: Fleet) -> PairInFlight:
-    """Returns the pair of the only request once it is at the engine that decodes, and only there."""
-    pair = await in_pair(fleet)
-    for each in (pair.helper, pair.member):
-        while not await each.client.get("/handed-over"):
-            await asyncio.sleep(0.01)
-    return pair
-
-
-def test_a_request_whose_tokens_stream_outlives_its_prefill_engine(fleet: Fleet) -> None:
-    async def lose_prefill() -> dict[str, Any]:
-        seen: list[dict[str, Any]] = []
-        request = asyncio.create_task(ask(fleet, [HOLD, NO_ANSWER], rid="held", on_output=seen.append))
-        pair = await handed_over(fleet)
-        await until(lambda: seen)
-        kill(pair.helper)
-        await until(lambda: fleet.num_restarts == 1 and not pair.helper.out)
-        assert not request.done() and fleet.router.load_of(pair.member) == 1 and not fleet.router.load_of(pair.helper)
-        return await aborted(fleet, request, ["held-0"])
-
-    assert fleet.loop.run(lose_prefill(), timeout=120)["output_ids"] == [NO_ANSWER]
-    # It was not sent again.
-    assert sum(len(bodies(fleet, name)) for name in PARTS[1]) == 1
-
-
-def test_a_request_goes_on_with_the_tokens_that_it_had_when_its_prefill_engine_dies(fleet: Fleet) -> None:
-    """None of them has been streamed: the engine that decodes answers an abort with them."""
-
-    async def lose_prefill() -> Any:
-        request = asyncio.create_task(ask(fleet, [HOLD, NO_ANSWER], rid="held"))
-        pair = await handed_over(fleet)
-        kill(pair.helper)
-        (output,) = await request
-        return output
-
-    output = fleet.loop.run(lose_prefill(), timeout=120)
-    assert output["output_ids"] == [NO_ANSWER] and output["meta_info"]["finish_reason"] == {"type": LOST}
-    assert len(output["meta_info"]["output_token_logprobs"]) == 1
-    assert sum(len(bodies(fleet, name)) for name in PARTS[1]) == 1
-    fleet.loop.run(until(lambda: fleet.num_restarts == 1), timeout=60)
-    assert fleet.error is None and fleet.router.in_flight == 0
-
-
-def test_a_stream_over_http_outlives_its_prefill_engine(fleet: Fleet) -> None:
-    assert fleet.address is not None
-    url = fleet.address.url
-    body = {"input_ids": [[HOLD, NO_ANSWER]], "sampling_params": PARAMS, "stream": True, "rid": ["r"]}
-
-    async def lose_prefill() -> bytes:
-        async with aiohttp.ClientSession(headers=engine_headers(url)) as session:
-            async with session.post(f"{url}/generate", json=body) as answer:
-                pieces = await answer.content.readany()
-                pair = fleet.loop.run(handed_over(fleet), timeout=60)
-                kill(pair.helper)
-                await until(lambda: fleet.num_restarts == 1 and not pair.helper.out)
-                while b"abort" not in pieces:
-                    await fleet.abort(["r"])
-                    pieces += await answer.content.readany()
-                return pieces + await answer.read()
-
-    assert done(lose_prefill()).endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("leaving", ["p", "d"])

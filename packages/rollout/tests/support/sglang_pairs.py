@@ -2,14 +2,11 @@
 
     python sglang_pairs.py [flags of sglang_recording.py] [--context-length N]
 
-Where it decodes, a stream begins with one token, and the first request whose prompt begins with 2 gets no answer. Where
-it does prefill, a request whose prompt ends with 7 gets no answer once it was handed over. GET /handed-over has the ids
-of requests that were handed over.
+Where it decodes, a stream begins with one token, and the first request whose prompt begins with 2 gets no answer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -17,7 +14,6 @@ from aiohttp import web
 from sglang_recording import Recording, main
 
 DROP = 2
-NO_ANSWER = 7
 
 
 class PairRecording(Recording):
@@ -25,25 +21,6 @@ class PairRecording(Recording):
         super().__init__(flags)
         self.dropped = False
         self.streams: dict[str, tuple[web.Request, web.StreamResponse]] = {}
-        self.handed_over: list[str] = []
-
-    def application(self) -> web.Application:
-        app = super().application()
-        app.router.add_get("/handed-over", self.tell_handed_over)
-        return app
-
-    async def tell_handed_over(self, request: web.Request) -> web.Response:
-        return web.json_response(self.handed_over)
-
-    async def prefill(self, prompt: list[int], rid: str, room: int, body: dict[str, Any]) -> None:
-        await super().prefill(prompt, rid, room, body)
-        self.handed_over.append(rid)
-        if prompt[-1] == NO_ANSWER:
-            await asyncio.Event().wait()
-
-    async def take(self, prompt: list[int], rid: str, room: int, body: dict[str, Any]) -> None:
-        await super().take(prompt, rid, room, body)
-        self.handed_over.append(rid)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:  # type: ignore[override]
         body = await request.json()

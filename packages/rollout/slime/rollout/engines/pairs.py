@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,16 +25,13 @@ ROOMS = 1 << 62
 # Seconds within which the death of one engine shows in its connections, after the other's request has failed.
 BLAME_SECONDS = 2.0
 ABORT_SECONDS = 5.0
-# Aborts that overtake their request find nothing to end, and are repeated.
-ABORT_AGAIN_SECONDS = 0.5
 
 
 class Pair:
     """One request at an engine that does prefill and one that decodes.
 
     fields: what the request has besides, at both. aborted: whether an abort was sent for it. helper_failed: whether the
-    engine that does prefill is to blame for the error of `answers`. cut_short: whether `answers` has ended it at the
-    engine that decodes, because the other one was lost.
+    engine that does prefill is to blame for the error of `answers`.
     """
 
     def __init__(
@@ -50,29 +46,14 @@ class Pair:
         }
         self.aborted = False
         self.helper_failed = False
-        self.cut_short = False
 
-    async def answers(
-        self,
-        prefill: Coroutine[Any, Any, Any],
-        decode: Coroutine[Any, Any, T],
-        decodes: Callable[[], bool] | None = None,
-        *,
-        may_cut: bool = False,
-    ) -> tuple[Any, T]:
+    async def answers(self, prefill: Coroutine[Any, Any, Any], decode: Coroutine[Any, Any, T]) -> tuple[Any, T]:
         """Awaits both calls of the request. If one fails, ends the other, and raises the error of the engine that is to
         blame: the one whose connection broke, if there is one. An engine that refuses the request is to blame at
-        once: nothing is handed over then.
-
-        decodes: tells whether all of the request has arrived at the engine that decodes; it does not need the other one
-        any more then, whose answer is None where it is lost. may_cut: whether the caller can go on from an answer that
-        was cut short, which an engine that decodes gives where the other one was lost after it had handed over.
-        """
+        once: nothing is handed over then."""
         first, second = asyncio.ensure_future(prefill), asyncio.ensure_future(decode)
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_EXCEPTION)
-            if _is_gone(_error(first)) and await self._outlives(second, decodes, may_cut):
-                return None, second.result()
             errors = [_error(first), _error(second)]
             failed = any(isinstance(error, EngineError | DeadlineExceeded) for error in errors)
             if failed and not any(map(_is_gone, errors)) and not self.aborted:
@@ -88,26 +69,6 @@ class Pair:
         except BaseException:
             await self._end(first, second)
             raise
-
-    @property
-    def goes_on(self) -> bool:
-        """True where its caller has to send a request for the rest of its tokens."""
-        return self.cut_short and not self.aborted
-
-    async def _outlives(self, decode: asyncio.Future[Any], decodes: Callable[[], bool] | None, may_cut: bool) -> bool:
-        """Returns whether the engine that decodes has answered although the other one is lost."""
-        if decodes is not None and decodes():
-            await asyncio.wait({decode})
-        elif not (may_cut and self.rids):
-            return False
-        else:
-            # Only its answer to an abort tells whether the request has arrived there.
-            self.cut_short = True
-            deadline = time.monotonic() + ABORT_SECONDS
-            while not decode.done() and time.monotonic() < deadline:
-                await asyncio.gather(*(self._abort(self.decode, rid) for rid in self.rids))
-                await asyncio.wait({decode}, timeout=ABORT_AGAIN_SECONDS)
-        return decode.done() and not decode.cancelled() and decode.exception() is None
 
     async def _end(self, *calls: asyncio.Future[Any]) -> None:
         """Ends both calls, and the request at each engine, which would go on without its connection."""

@@ -39,10 +39,6 @@ class StreamedAnswers:
         """True once a token has arrived."""
         return any(answer is not None and answer.ids for answer in self._answers)
 
-    def have_all_begun(self) -> bool:
-        """Returns whether a token of each answer has arrived."""
-        return all(answer is not None and answer.ids for answer in self._answers)
-
     @property
     def complete(self) -> bool:
         return all(answer is not None and answer.finished for answer in self._answers)

@@ -218,12 +218,10 @@ class Fleet(WatchedEngines):
                 # A room serves one attempt.
                 once = {"repeatable": False, **pair.fields}
                 first = pair.prefill.generate(ids, request.sampling_params, **fields, **once)
-                both = pair.until_prefilled(first), chosen.until_left(generate(**once))
-                decodes = None if streamed is None else streamed.have_all_begun
-                _, outputs = await pair.answers(*both, decodes, may_cut=True)
+                _, outputs = await pair.answers(pair.until_prefilled(first), chosen.until_left(generate(**once)))
             if limit is not None:
                 limit.answered(len(ids), _retracted(outputs), began)
-            if (reason := self._ended_for(chosen, pair) or (LOST if pair and pair.goes_on else None)) is not None:
+            if (reason := self._ended_for(chosen, pair)) is not None:
                 _mark_aborted(outputs, reason)
             return outputs
 

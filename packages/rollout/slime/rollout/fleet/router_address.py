@@ -202,9 +202,7 @@ class _Answer:
 
         prefill = pair.prefill.post(self._request.path_qs, fields | {"stream": False}, timeout_seconds=self._timeout)
         try:
-            both = pair.until_prefilled(prefill), decode()
-            # One sample of which a part has arrived was handed over as a whole.
-            first, response = await pair.answers(*both, lambda: self.begun and len(pair.rids) == 1)
+            first, response = await pair.answers(pair.until_prefilled(prefill), decode())
         except _Refused as refused:
             return refused.response
         if isinstance(response, web.Response) and response.status == 200 and self._request.path == "/generate":
