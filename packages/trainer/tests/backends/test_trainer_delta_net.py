@@ -5,16 +5,15 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from trainer_float64 import compare_rows, samples_of_lengths
 from trainer_tiny import (
     GATED_KINDS,
-    VOCAB,
     Runner,
     alone,
     make_samples,
@@ -96,14 +95,6 @@ def tokens_apart(groups: int = 2) -> int:
     return sum(len(s.array("tokens")) - 1 for s in make_samples()[: 4 * groups])
 
 
-def samples_of_lengths(*prompts: int) -> list[Sample]:
-    random = np.random.default_rng(0)
-    return [
-        Sample(tokens=random.integers(2, VOCAB, prompt + 6).tolist(), response_length=6, index=number)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
 @pytest.mark.parametrize("kind", GATED_KINDS)
 def test_rows_of_gated_models_have_the_logits_and_gradients_of_each_sample_alone(tmp_path: Path, kind: str):
     from transformers import AutoModelForCausalLM
@@ -111,18 +102,7 @@ def test_rows_of_gated_models_have_the_logits_and_gradients_of_each_sample_alone
     path = write_gated_model(tmp_path / "model", kind)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     model = load_model(path, flag="--hf-checkpoint")
-    samples = samples_of_lengths(3, 70, 1, 4)
-    batch = pack(samples, range(4), [0.0] * 4, [1.0] * 4, share_prompts=False)
-    logits = model(batch.tokens, position_ids=batch.position_ids, runs=batch.runs, logits_to_keep=batch.rows).logits[0]
-    wanted = torch.cat([plain(torch.tensor([s.tokens])).logits[0, -7:-1] for s in samples])
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=2e-5)
-    by_token = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-    logits.backward(by_token)
-    wanted.backward(by_token)
-    expected = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        reference = expected[name].grad
-        assert (parameter.grad - reference).norm() <= 1e-3 * reference.norm() + 1e-6, name
+    compare_rows(model, plain, samples_of_lengths(3, 70, 1, 4))
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_TEXT)

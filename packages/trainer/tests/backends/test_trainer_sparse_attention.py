@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from trainer_tiny import VOCAB, Runner, alone, make_samples, make_settings, write_sparse_model
+from trainer_float64 import compare_rows, samples_of_lengths
+from trainer_tiny import Runner, alone, make_samples, make_settings, write_sparse_model
 
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.backends import attention, sparse_attention
@@ -107,14 +108,6 @@ def test_nothing_is_chosen_where_every_key_is_seen():
     compare(tensors, Runs.apart(lengths, "cpu"), own_keys(lengths))
 
 
-def samples_of_lengths(*prompts: int) -> list[Sample]:
-    random = np.random.default_rng(0)
-    return [
-        Sample(tokens=random.integers(2, VOCAB, prompt + 6).tolist(), response_length=6, index=number)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
 @pytest.mark.parametrize("indexers", [None, ["full", "shared", "full"]], ids=["each", "shared"])
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_rows_have_the_logits_and_gradients_of_each_sample_alone(
@@ -128,20 +121,9 @@ def test_rows_have_the_logits_and_gradients_of_each_sample_alone(
     samples = samples_of_lengths(3, 40, 1, 20)
     # Two responses to one prompt.
     samples[3].tokens[:20] = samples[1].tokens[:20]
-    batch = pack(samples, range(4), [0.0] * 4, [1.0] * 4, share_prompts=share_prompts)
-    logits = model(batch.tokens, position_ids=batch.position_ids, runs=batch.runs, logits_to_keep=batch.rows).logits[0]
-    wanted = torch.cat([plain(torch.tensor([s.tokens])).logits[0, -7:-1] for s in samples])
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=2e-5)
-    by_token = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-    logits.backward(by_token)
-    wanted.backward(by_token)
-    expected = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        reference = expected[name].grad
-        if ".indexer." in name:
-            assert parameter.grad is None and reference is None and not parameter.requires_grad
-        else:
-            assert (parameter.grad - reference).norm() <= 1e-3 * reference.norm() + 1e-6, name
+    compare_rows(model, plain, samples, share_prompts=share_prompts)
+    indexers = {name: parameter for name, parameter in model.named_parameters() if ".indexer." in name}
+    assert indexers and not any(parameter.requires_grad for parameter in indexers.values())
 
 
 def test_a_row_in_float64_has_the_log_probs_of_each_sample_alone(tmp_path: Path):

@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from trainer_tiny import VOCAB
 from transformers import AutoModelForCausalLM
 
+from slime.trainer.batching.packing import pack
 from slime.trainer.checkpoints.adapter import Adapter, AdapterConfig
 from slime.trainer.settings.trainer import TrainerSettings
+from slime.types import Sample
 
 LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -30,6 +34,37 @@ def reference_log_probs(model: Any, sample: Any, temperature: float = 1.0, nucle
         logits = logits.masked_fill(~allowed, -torch.inf)
     log_probs = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
     return log_probs[len(tokens) - 1 - sample.response_length :]
+
+
+def samples_of_lengths(*prompts: int) -> list[Sample]:
+    """Samples with six tokens of response after prompts of these lengths."""
+    random = np.random.default_rng(0)
+    return [
+        Sample(tokens=random.integers(2, VOCAB, prompt + 6).tolist(), response_length=6, index=number)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def compare_rows(model: Any, plain: Any, samples: list[Sample], *, share_prompts: bool = False) -> None:
+    """Holds the logits and gradients of `model` over one packed row against those of `plain`, sample by sample.
+
+    samples: of `samples_of_lengths`. What has no gradient in one has none in the other.
+    """
+    count = len(samples)
+    batch = pack(samples, range(count), [0.0] * count, [1.0] * count, share_prompts=share_prompts)
+    logits = model(batch.tokens, position_ids=batch.position_ids, runs=batch.runs, logits_to_keep=batch.rows).logits[0]
+    wanted = torch.cat([plain(torch.tensor([s.tokens])).logits[0, -7:-1] for s in samples])
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=2e-5)
+    by_token = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    logits.backward(by_token)
+    wanted.backward(by_token)
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        reference = expected[name].grad
+        if reference is None:
+            assert parameter.grad is None, name
+        else:
+            assert (parameter.grad - reference).norm() <= 1e-3 * reference.norm() + 1e-6, name
 
 
 def flash_forward(

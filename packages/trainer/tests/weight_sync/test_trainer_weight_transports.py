@@ -222,6 +222,9 @@ def test_an_engine_that_was_started_again_reads_the_memory_of_its_own_gpus():
     )
     assert ranks_of_engines([lost], 3) == [(lost, range(1, 3))]
     assert ranks_of_engines([first, lost], 3) == [(first, range(1)), (lost, range(1, 3))]
+    # A rollout service from before there were such numbers says 0 for each.
+    with pytest.raises(InvalidSetting, match="ipc and engines on the same GPUs cannot be used together"):
+        ranks_of_engines([first, dataclasses.replace(lost, first_rank=0)], 3)
 
 
 def describe(name: str, kind: str) -> Engine:

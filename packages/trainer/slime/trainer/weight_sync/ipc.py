@@ -113,7 +113,10 @@ class IpcTransport(WeightTransport):
 
 
 def ranks_of_engines(engines: Sequence[Engine], world_size: int) -> list[tuple[Engine, range]]:
-    """Returns each engine with the trainer's ranks on whose GPUs it runs."""
+    """Returns each engine with the trainer's ranks on whose GPUs it runs.
+
+    Raises InvalidSetting where engines need more GPUs than the trainer has, or name the same ones.
+    """
     shares = [(engine, range(engine.first_rank, engine.first_rank + engine.tp_size)) for engine in engines]
     needed = max((share.stop for _, share in shares), default=0)
     if needed > world_size:
@@ -121,6 +124,13 @@ def ranks_of_engines(engines: Sequence[Engine], world_size: int) -> list[tuple[E
             "--update-weight-transport ipc",
             f"engines on {needed} GPUs",
             f"an engine reads the memory of its own GPUs only, and the trainer has {world_size}; use nccl or disk",
+        )
+    ranks = [rank for _, share in shares for rank in share]
+    if len(set(ranks)) < len(ranks):
+        raise InvalidSetting.conflict(
+            "--update-weight-transport ipc",
+            "engines on the same GPUs",
+            "each reads the memory of its own; a rollout service of an older slime does not say which those are",
         )
     return shares
 
