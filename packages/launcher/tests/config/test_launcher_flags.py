@@ -264,6 +264,11 @@ def test_lora_is_turned_on_by_its_rank_and_has_no_dropout(base: list[str]) -> No
         run_config.parse([*base, "--lora-rank", "8", "--lora-dropout", "0.1"])
     with pytest.raises(InvalidSetting, match="--lora-rank 8 requires --train-backend fsdp"):
         run_config.parse([*base, "--lora-rank", "8", "--train-backend", "megatron"])
+    config_file = Path(config.trainer.hf_checkpoint) / "config.json"
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"quantization_config": quantized}))
+    with pytest.raises(NotAvailable, match="--lora-rank 8 for this model is not supported yet: .* quantized weights"):
+        run_config.parse([*base, "--lora-rank", "8"])
 
 
 def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:

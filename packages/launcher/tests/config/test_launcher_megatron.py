@@ -164,6 +164,7 @@ def test_what_does_not_fit_is_named_before_anything_starts(
         "--tensor-model-parallel-size 2",
         "--no-rope-fusion",
         "--fp8-format e4m3 --fp8-recipe blockwise",
+        "--fp8-format e4m3",
         "--async-save --save-interval 1",
         "--enable-mtp-training",
         "--freeze-params-name-list embedding",
@@ -288,6 +289,8 @@ def test_nothing_in_load_is_an_error_without_a_reference_and_beside_other_files(
     words, both = [*megatron, "--load", str(load)], ["--ref-load", str(reference)]
     with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .*, or --ref-load the first weights"):
         run_config.parse(words)
+    with pytest.raises(MissingFile, match="first weights, with which only --train-backend megatron begins"):
+        run_config.parse([*words, *both, "--train-backend", "fsdp"])
     with pytest.raises(MissingFile, match=f"--ref-load {tmp_path}/refrence holds no checkpoint"):
         run_config.parse([*words, "--ref-load", f"{tmp_path}/refrence"])
     with pytest.raises(MissingFile, match="--load: no checkpoint of step 2"):

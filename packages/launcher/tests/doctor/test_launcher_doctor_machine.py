@@ -140,6 +140,17 @@ def test_gpus_are_held_against_the_flags(tmp_path: Path, monkeypatch: pytest.Mon
     assert "training takes about 1.0 of 0.5 GiB" in failed and "--dry-run" in failed
 
 
+def test_fp8_fails_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_well(monkeypatch)
+    words = [*run_words(tmp_path), "--train-backend", "megatron", "--bf16"]
+    assert lines("gpus", "FAIL", *words) == []
+    fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+    (failed,) = lines("gpus", "FAIL", *words, *fp8)
+    assert "--fp8-format hybrid requires a GPU" in failed
+    make_well(monkeypatch, gpus=lambda: gpus(80, 80), torch_sees_gpus=lambda: True)
+    assert lines("gpus", "FAIL", *words, *fp8) == []
+
+
 def test_memory_is_held_against_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_well(monkeypatch, memory_available=lambda: 4 * GIB + (1 << 28))
     words = run_words(tmp_path)

@@ -351,6 +351,14 @@ def test_passes_that_virtual_stages_round_up_say_so(words: list[str], capsys: py
     assert "1 / --micro-batch-size 1, rounded up to a multiple of the 2 pipeline stages, = 2 forward passes" in text
 
 
+def test_products_in_fp8_are_planned_for_gpus_only(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--train-backend", "megatron", "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
+    assert cli.main(["train", *words, *flags]) == 2
+    assert "--fp8-format e4m3 requires a GPU: Transformer Engine has no kernels for a CPU" in capsys.readouterr().err
+    text = plan(words, *flags, "--dry-run-gpus", "2", capsys=capsys)
+    assert any("products in FP8 (e4m3, blockwise)" in line for line in text)
+
+
 def test_the_plan_tells_what_trains_with_lora(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.settings import BufferSettings
-from slime.converters.megatron.flags import defaults, given
+from slime.converters.megatron.flags import check_backend, defaults, given
 from slime.converters.megatron.rank_layout import ranks_needed
 from slime.launcher.config.advice import refuse_without_effect
 from slime.launcher.config.catalogue import FAMILIES, SETTINGS, Flag, build_parser, declared, training_parser
@@ -256,6 +256,9 @@ def _assemble(
         values["actor_num_gpus_per_node"] = ranks_needed(values) if values.get("train_backend") == "megatron" else 1
     share_optimizer(values)
     share_gpus(values)
+    # Before Megatron's flags are compared with each other, which is of no use to a run without Megatron.
+    megatrons = (field.name for field in dataclasses.fields(SETTINGS["megatron"]))
+    check_backend(values["train_backend"], {name: values[name] for name in megatrons if values.get(name) is not None})
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # With the user's own data source the buffer neither reads prompts nor filters groups.

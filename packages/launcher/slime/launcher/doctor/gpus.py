@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from slime.converters.megatron.flags import given
+from slime.launcher.config.checks.megatron import refuse_fp8_on_cpu
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.plan.trainer_memory import GIB
 from slime.launcher.platform import probes
@@ -28,6 +30,7 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
         else:
             yield ok("no GPU is visible: training uses the CPU")
             yield from _engine(subject)
+            yield from _precision(subject)
         return
     for gpu in gpus:
         yield from _gpu(gpu)
@@ -75,6 +78,17 @@ def _engine(subject: Subject) -> Iterator[Finding]:
             choose_engine(config.rollout, [], assume_installed=True)
         except ConfigError as error:
             yield fail(str(error), "change the flag, or use a machine whose engine knows it")
+
+
+def _precision(subject: Subject) -> Iterator[Finding]:
+    """Reports why the trainer of a run without GPUs would not start."""
+    config = subject.config
+    if config is None or config.launcher.debug_rollout_only or _on_a_cluster(subject):
+        return
+    try:
+        refuse_fp8_on_cpu(given(config.megatron))
+    except ConfigError as error:
+        yield fail(str(error), "leave out the flag, or train on a machine with GPUs")
 
 
 def _against_flags(subject: Subject, gpus: list[probes.Gpu]) -> Iterator[Finding]:

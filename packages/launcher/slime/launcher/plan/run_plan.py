@@ -10,6 +10,7 @@ from slime.converters.megatron.args import model_args, read_model_config
 from slime.converters.megatron.flags import given
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
 from slime.launcher.config.checks.engine_weights import refuse_quantized
+from slime.launcher.config.checks.megatron import refuse_fp8_on_cpu
 from slime.launcher.config.checks.on_policy import check_on_policy_model
 from slime.launcher.config.checks.run import check_nuclei
 from slime.launcher.config.run_config import RunConfig
@@ -85,6 +86,8 @@ class Plan:
         self.model_config: Mapping[str, Any] = whole.get("text_config") or whole
         if placement.trainer_ranks:
             check_on_policy_model(trainer, on_gpu=placement.has_gpus)
+            if not placement.has_gpus:
+                refuse_fp8_on_cpu(given(config.megatron))
         self.parameters = of_directory(trainer.hf_checkpoint, whole)
         self.shape = Shape.of(self.model_config)
         ranks = placement.trainer_ranks or launcher.actor_num_nodes * launcher.actor_num_gpus_per_node

@@ -121,7 +121,7 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
     message = f"{flag} {path} holds no checkpoint: expected {expected}"
     if flag == "--load" and _is_empty(directory):
         message += "; for a run that starts now and is continued later, give --save the same directory, or --ref-load"
-        message += " the first weights"
+        message += " the first weights, with which only --train-backend megatron begins"
     raise MissingFile(message, field=flag, value=path, expected=expected)
 
 

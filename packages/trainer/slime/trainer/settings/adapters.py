@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.converters.convert.quantization_config import quantization_of
 from slime.converters.files.adapter import CONFIG_FILE, has_adapter, read_adapter
-from slime.types.errors import InvalidFile, InvalidSetting, errors_name
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, errors_name
 
 # The cache of the Hub's library has models--ORG--NAME/snapshots/COMMIT.
 _CACHED = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
@@ -28,6 +29,15 @@ def check_rank(rank: int, config: Mapping[str, Any]) -> None:
         raise InvalidSetting.must_be(
             "--lora-rank", f"at most {width}", got=rank,
             reason="the model is as wide, and an update of a layer has no higher rank",
+        )  # fmt: skip
+
+
+def refuse_quantized_base(config: Mapping[str, Any], rank: int) -> None:
+    """Raises NotAvailable for adapters of a quantized model. config: a config.json."""
+    if quantization_of(config):
+        raise NotAvailable.unavailable(
+            f"--lora-rank {rank} for this model", "an update may be smaller than a step of its quantized weights",
+            "the directory of the model in bfloat16",
         )  # fmt: skip
 
 

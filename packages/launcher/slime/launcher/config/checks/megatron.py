@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.converters.megatron import rank_layout
-from slime.converters.megatron.flags import check_backend
 from slime.launcher.config.settings import LauncherSettings
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
@@ -18,15 +17,22 @@ from slime.types.setting_values import flag_name
 
 
 def check_megatron(launcher: LauncherSettings, values: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting where Megatron's flags do not fit the backend or the number of trainer ranks.
+    """Raises InvalidSetting where Megatron's flags do not fit the number of trainer ranks.
 
     values: Megatron's flags that were set, by attribute.
     """
-    check_backend(launcher.train_backend, values)
     if launcher.train_backend == "megatron":
         rank_layout.check_ranks(values, _ranks(launcher))
     elif launcher.initial_megatron_checkpoint is not None:
         raise InvalidSetting.requires("--initial-megatron-checkpoint", "--train-backend megatron")
+
+
+def refuse_fp8_on_cpu(values: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting where Megatron's flags ask for products in FP8 of a trainer without a GPU."""
+    if values.get("fp8"):
+        raise InvalidSetting.requires(
+            f"--fp8-format {values['fp8']}", "a GPU", "Transformer Engine has no kernels for a CPU"
+        )
 
 
 def _ranks(launcher: LauncherSettings) -> int:

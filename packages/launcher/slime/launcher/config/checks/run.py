@@ -29,7 +29,7 @@ from slime.rollout.engines.registry import KINDS
 from slime.rollout.engines.sglang.reserved import tensor_parallel_size
 from slime.rollout.rewards.registry import may_return_dict
 from slime.rollout.settings.rollout import DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, RolloutSettings
-from slime.trainer.settings.adapters import check_adapter, check_rank, refuse_adapter
+from slime.trainer.settings.adapters import check_adapter, check_rank, refuse_adapter, refuse_quantized_base
 from slime.trainer.settings.checks import refuse_groups_of_one, refuse_nuclei_without_gradient
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, NotAvailable
@@ -284,7 +284,9 @@ def check_other_files(args: Mapping[str, Any]) -> None:
         if args[name]:
             _check_experts(flag_name(name), args["hf_checkpoint"])
     if args["lora_rank"]:
-        check_rank(args["lora_rank"], json.loads((Path(args["hf_checkpoint"]) / "config.json").read_text()))
+        model = json.loads((Path(args["hf_checkpoint"]) / "config.json").read_text())
+        check_rank(args["lora_rank"], model)
+        refuse_quantized_base(model, args["lora_rank"])
     if not args["debug_train_only"] and not args["debug_rollout_only"]:
         check_quantization(args)
     if args["train_vision"] is not None:

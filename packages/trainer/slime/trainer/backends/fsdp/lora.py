@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from slime.converters.convert.hf_source import HfSource
-from slime.converters.convert.quantization_config import quantization_of
 from slime.trainer.backends.fsdp.model import decoder_layers
 from slime.trainer.backends.fsdp.names import disk_parts
 from slime.trainer.backends.snapshots import local
 from slime.trainer.checkpoints.adapter import AdapterConfig
 from slime.trainer.checkpoints.hf_directory import NamedTensors
-from slime.trainer.settings.adapters import check_rank
+from slime.trainer.settings.adapters import check_rank, refuse_quantized_base
 from slime.trainer.settings.checks import ALL_LINEAR
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.types.errors import InvalidSetting, NotAvailable
@@ -184,11 +183,7 @@ def add_adapters(model: Any, settings: TrainerSettings, renamed: Container[str] 
     renamed: tensors that have other names in the model's files.
     """
     base, rank, alpha = settings.hf_checkpoint, settings.lora_rank, settings.lora_alpha
-    if quantization_of(json.loads((Path(base) / "config.json").read_text())):
-        raise NotAvailable.unavailable(
-            f"--lora-rank {rank} for this model", "an update may be smaller than a step of its quantized weights",
-            "the directory of the model in bfloat16",
-        )  # fmt: skip
+    refuse_quantized_base(json.loads((Path(base) / "config.json").read_text()), rank)
     check_rank(rank, model.config.to_dict())
     layers = target_layers(model, settings.lora_target_modules)
     model.requires_grad_(False)
