@@ -1,15 +1,16 @@
 """Tells Pants what pip already knows about this machine: indexes, wheel directories, certificates.
 
-    pants_machine.py FILE
+    pants_machine.py DIRECTORY
 
-`./pants` runs it before Pants. It reads pip's configuration (files and PIP_* variables) and writes FILE, a pants.toml
-fragment, so that a machine with a mirror, a local build of torch or its own certificate authority needs no settings of
-ours. Without such a configuration the fragment is empty. Runs on Python 3.9.
+`./pants` runs it before Pants. It reads pip's configuration (files and PIP_* variables) and writes it to DIRECTORY as a
+pants.toml fragment, whose path it prints, so that a machine with a mirror, a local build of torch or its own certificate
+authority needs no settings of ours. Without such a configuration the fragment is empty. Runs on Python 3.9.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import subprocess
@@ -76,10 +77,13 @@ def render(sections: dict[str, dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def main(path: Path, listing: str) -> None:
+def write(directory: Path, listing: str) -> Path:
+    """Writes the fragment of what `pip config list` prints, and returns its path."""
     text = render(fragment(pip_settings(listing), dict(os.environ)))
-    if path.exists() and path.read_text() == text:
-        return
+    # Named after its content: a Pants that starts beside this one, with other settings, must not change it.
+    path = directory / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:16]}.toml"
+    if path.exists():
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     # Index addresses may hold credentials.
     partial = path.with_suffix(f".{os.getpid()}")
@@ -87,7 +91,8 @@ def main(path: Path, listing: str) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     os.replace(partial, path)
+    return path
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), pip_listing())
+    print(write(Path(sys.argv[1]), pip_listing()))

@@ -40,7 +40,13 @@ def test_the_environment_wins_over_files() -> None:
 
 
 def test_the_file_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "machine.toml"
-    pants_machine.main(path, "global.index-url='https://user:secret@from.example/simple'\n")
+    path = pants_machine.write(tmp_path / "cache", "global.index-url='https://user:secret@from.example/simple'\n")
     assert os.stat(path).st_mode & 0o077 == 0
     assert "secret" in path.read_text()
+
+
+def test_settings_of_two_checkouts_at_once_have_a_file_each(tmp_path: Path) -> None:
+    listings = [f"global.find-links='{tmp_path / name}'\n" for name in ("one", "two")]
+    first, second = (pants_machine.write(tmp_path, listing) for listing in listings)
+    assert "/one" in first.read_text() and "/two" in second.read_text()
+    assert pants_machine.write(tmp_path, listings[0]) == first
