@@ -3,8 +3,8 @@
     pants_machine.py DIRECTORY
 
 `./pants` runs it before Pants. It reads pip's configuration (files and PIP_* variables) and writes it to DIRECTORY as a
-pants.toml fragment, whose path it prints, so that a machine with a mirror, a local build of torch or its own certificate
-authority needs no settings of ours. Without such a configuration the fragment is empty. Runs on Python 3.9.
+pants.toml fragment, whose path it prints, so that a machine with a mirror, a local build of torch or its own
+certificate authority needs no settings of ours. Without such a configuration the fragment is empty. Runs on Python 3.9.
 """
 
 from __future__ import annotations

@@ -94,10 +94,12 @@ def test_the_counter_of_tests_explains_itself(capsys: pytest.CaptureFixture[str]
     assert "DIRECTORY" in capsys.readouterr().out
 
 
-def test_property_tests_run_each_night_with_random_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_night_runs_random_examples_and_slow_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     nightly = workflow("properties.yml")
     assert nightly[True]["schedule"]
     assert nightly["jobs"]["random-examples"]["steps"][-1]["run"] == "python scripts/property_tests.py"
+    slow = nightly["jobs"]["slow-cases"]
+    assert slow["env"]["SLIME_SLOW"] == "1" and slow["steps"][-1]["run"] == "./pants test ::"
     called: list[str] = []
     monkeypatch.setattr(pytest, "main", lambda arguments: called.extend(arguments) or 0)
     assert property_tests.main(["FILE"]) == 0

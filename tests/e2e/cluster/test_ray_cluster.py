@@ -180,7 +180,8 @@ def test_engines_on_the_nodes_of_the_trainer_all_generate_with_the_weights_of_th
     assert cluster.workers() == []
 
 
-@pytest.mark.parametrize("killed", [pytest.param("engine", marks=slow), "host"])
+@slow
+@pytest.mark.parametrize("killed", ["engine", "host"])
 def test_an_engine_that_dies_on_another_node_than_the_rollout_service_ends_the_run_with_its_name(
     cluster: RayCluster, inputs: Path, tmp_path: Path, killed: str
 ) -> None:

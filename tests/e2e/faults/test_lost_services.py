@@ -32,6 +32,7 @@ from tiny_runs import (
     quickstart,
     run,
     services,
+    slow,
     timeless,
     wait_for,
     write_inputs,
@@ -87,7 +88,7 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
     [
         ("", [(1, "rollout", KILL), (2, "buffer", KILL), (4, "rollout", STOP)]),
         ("", [(1, "trainer-0", KILL), (4, "trainer-0", STOP)]),
-        ("databases", [(1, "buffer", KILL), (4, "buffer", STOP)]),
+        pytest.param("databases", [(1, "buffer", KILL), (4, "buffer", STOP)], marks=slow),
     ],
     ids=["rollout", "trainer", "buffer in databases"],
 )
@@ -150,6 +151,7 @@ def test_an_engine_that_joined_from_outside_is_known_to_the_rollout_service_that
     assert [row["rollout/engines"] for row in rows[joined:]] == [2] * (8 - joined)
 
 
+@slow
 def test_ctrl_c_while_a_service_is_started_again_leaves_nothing(tmp_path: Path) -> None:
     marked = {"SLIME_TEST_RUN": str(tmp_path)}
     process = quickstart(tmp_path, "--num-rollout", "1000", env=os.environ | marked)

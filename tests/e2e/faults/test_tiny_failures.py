@@ -36,7 +36,7 @@ from tiny_runs import (
     [
         pytest.param(signal.SIGINT, 130, "starting", marks=slow),
         (signal.SIGINT, 130, "training"),
-        (signal.SIGTERM, 143, "training"),
+        pytest.param(signal.SIGTERM, 143, "training", marks=slow),
     ],
 )
 def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code: int, moment: str) -> None:
@@ -103,7 +103,7 @@ def test_without_fault_tolerance_an_engine_that_dies_ends_the_run_with_its_name(
     wait_for(lambda: gone(children), DEADLINE, "every process has ended")
 
 
-@pytest.mark.parametrize("name", ["buffer", "trainer-0"])
+@pytest.mark.parametrize("name", [pytest.param("buffer", marks=slow), "trainer-0"])
 def test_without_fault_tolerance_a_service_that_dies_ends_the_run_with_its_name(tmp_path: Path, name: str) -> None:
     process = quickstart(tmp_path, "--no-use-fault-tolerance")
     wait_for(lambda: trained_a_step(tmp_path), DEADLINE, "a step")

@@ -17,6 +17,7 @@ from tiny_runs import (
     gone,
     metrics,
     run_command,
+    slow,
     trained_a_step,
     wait_for,
     write_inputs,
@@ -48,6 +49,7 @@ def test_generation_and_training_overlap_and_a_resumed_run_goes_on(inputs: Path,
     assert json.loads((tmp_path / "eval.json").read_text())["sets"]["held"]["history"][-1]["step"] == 7
 
 
+@slow
 def test_ctrl_c_and_a_service_that_dies_end_the_run_at_once(inputs: Path, tmp_path: Path) -> None:
     long = ("--num-rollout", "100000", "--async-buffer-size", "2")
     process = command("train-async", inputs, tmp_path / "interrupted", *long)

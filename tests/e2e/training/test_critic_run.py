@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_runs import metrics, run
+from tiny_runs import metrics, run, slow
 
 PPO = (
     "--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--lambd", "0.95", "--num-critic-only-steps", "1",
@@ -29,6 +29,7 @@ def test_a_run_with_a_critic_is_continued_from_its_checkpoint(tmp_path: Path) ->
     assert [learning(row) for row in metrics(resumed)] == [learning(row) for row in rows[2:]]
 
 
+@slow
 def test_megatron_trains_and_saves_a_critic(tmp_path: Path) -> None:
     """On two ranks that share every layer. Resuming has tests in packages/trainer."""
     layout = ("--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--sequence-parallel")

@@ -19,7 +19,7 @@ NUM_GPUS = 0
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else '<eos>' }}{% endfor %}"
 )
-ITERATIONS = 60
+ITERATIONS = 80
 
 
 def write_data(directory: Path, seed: int = 0) -> list[str]:
@@ -61,6 +61,8 @@ def test_conversations_teach_the_model_without_any_reward(tmp_path: Path, seed: 
         "--apply-chat-template", "--eval-prompt-data", "reverse", str(tmp_path / "held_out.jsonl"),
         "--custom-rm-path", "slime.launcher.quickstart.reverse.reward", "--rollout-max-response-len", "4",
         "--update-weights-interval", str(ITERATIONS),
+        # Processors round differently: at a rate that stays high, the last step of some is a bad one.
+        "--lr-decay-style", "cosine", "--min-lr", "1e-4",
     )  # fmt: skip
     losses = [row["train/loss"] for row in metrics(tmp_path / "run")]
     assert losses[0] > 2.0 and losses[-1] < 0.1, losses

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tiny_runs import metrics, run_command, write_inputs
+from tiny_runs import metrics, run_command, slow, write_inputs
 
 BACKENDS = {
     "fsdp": ("--train-backend", "fsdp"),
@@ -35,7 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("fsdp", marks=slow), "megatron"])
 def test_what_was_trained_is_what_generates(inputs: Path, tmp_path: Path, backend: str) -> None:
     saved = tmp_path / "saved"
     run_command(

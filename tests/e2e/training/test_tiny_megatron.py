@@ -84,6 +84,7 @@ def test_a_killed_run_resumes_at_its_layout_and_at_another(
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=0.05)
 
 
+@slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(whole: dict[str, Path], tmp_path: Path) -> None:
     keep = ("--save-interval", "2", "--async-save")
     run(tmp_path / "parts", "--num-rollout", "2", *TENSOR, *keep)
