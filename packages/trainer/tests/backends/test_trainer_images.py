@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from trainer_processes import run_ranks
 from trainer_tiny import Runner, make_samples, prefixes_of
 from trainer_tiny import make_settings as settings_of
 from trainer_tiny_vision import GRIDS, IMAGE, make_image_samples, write_vision_model
@@ -23,7 +21,7 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, NotAvailable
 from slime.types.models.vision import FAMILIES
 
-SCRIPT = Path(__file__).with_name("trainer_vision_ranks.py")
+SCRIPT = str(Path(__file__).with_name("trainer_vision_ranks.py"))
 
 
 def make_settings(model: str, **values: Any) -> TrainerSettings:
@@ -164,21 +162,8 @@ def test_recomputed_activations_give_the_same_step(directory: str, kind: str) ->
 
 
 def test_two_ranks_of_which_one_has_text_alone_give_the_step_of_one(directory: str, kind: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(tmp_path), directory, kind],
-            stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    errors = run_ranks(SCRIPT, 2, tmp_path, directory, kind)
+    assert (tmp_path / "weights.safetensors").is_file(), errors
     alone = Runner(make_settings(directory, micro_batch_size=4, use_dynamic_batch_size=False))
     alone.run(0, make_image_samples(kind)[4:])
     found = load_file(tmp_path / "weights.safetensors")

@@ -1,21 +1,17 @@
 """Two ranks of gloo give the numbers of one, and fail together."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import trainer_ranks
 from safetensors.torch import load_file
+from trainer_processes import run_ranks
 from trainer_ranks import CASES, drive
 from trainer_tiny import Runner, make_settings
 
 from slime.trainer.checkpoints import checkpoint
-
-SCRIPT = trainer_ranks.__file__
 
 
 @pytest.fixture
@@ -26,21 +22,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, model: str, reference_model: str) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
-    arguments = ["2", str(directory), model, reference_model]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), *arguments], stderr=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    errors = run_ranks(trainer_ranks.__file__, 2, directory, model, reference_model)
+    assert (directory / "errors-1.json").is_file(), errors
     return directory
 
 

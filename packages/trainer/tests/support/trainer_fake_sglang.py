@@ -1,23 +1,28 @@
-"""The weight-update calls of SGLang 0.5.17's server, on the CPU: `trainer_fake_sglang.py [FAULT:BUCKET]`.
+"""The weight-update calls of SGLang 0.5.17's server, on the CPU.
 
 Paths, bodies, status codes and answers are those of `entrypoints/http_server.py`, the group is made as
 `srt/utils/common.py` makes it, payloads are read through the allow-list of its unpickler. gloo stands for NCCL, shared
-memory for CUDA IPC. GET /held tells what was loaded and asked. Prints its port, and ends with its standard input.
+memory for CUDA IPC. GET /held tells what was loaded and asked.
 
-FAULT at the BUCKET-th request for an update, from 0: `die`, `refuse` (status 400), `silent` (no answer, no receive), or
-`slow` (what was received is loaded when the next request is there).
+`trainer_fake_sglang.py` forks a server for each line FAULT:BUCKET, or empty line, on its standard input, and prints its
+process id and port. They end with it. FAULT at the BUCKET-th request for an update, from 0: `die`, `refuse` (status
+400), `silent` (no answer, no receive), or `slow` (what was received is loaded when the next request is there).
 """
 
+import atexit
 import base64
+import functools
 import hashlib
 import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Sequence
 from datetime import timedelta
@@ -193,14 +198,13 @@ def serve(fake: Fake) -> ThreadingHTTPServer:
 
 
 class FakeEngine:
-    """A process of this script."""
+    """A process that this script has forked."""
 
     def __init__(self, fault: str = "") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, fault], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+        script = _script()
+        print(fault, file=script.stdin, flush=True)
+        self.pid, port = map(int, script.stdout.readline().split())
+        self.url = f"http://127.0.0.1:{port}"
 
     def describe(self, name: str, tp_size: int = 1) -> "Engine":
         # The process itself has no path to slime.
@@ -213,8 +217,15 @@ class FakeEngine:
             return json.load(answer)
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=120)
+        # Its id is its own until the script ends, which does not wait for what it has forked.
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@functools.cache
+def _script() -> Any:
+    script = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(script.kill)
+    return script
 
 
 class StandInRollout:
@@ -236,13 +247,21 @@ class StandInRollout:
         self.calls.append(f"abort {weight_version}: {reason}")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def run(fault: str) -> None:
+    parent = os.getppid()
     with tempfile.TemporaryDirectory() as directory:
         # SGLang's processes have a group of their own before they join another.
         dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
-        server = serve(Fake(sys.argv[1] if len(sys.argv) > 1 else ""))
+        server = serve(Fake(fault))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        print(server.server_address[1], flush=True)
-        sys.stdin.read()
-        os._exit(0)
+        print(os.getpid(), server.server_address[1], flush=True)
+        while os.getppid() == parent:
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        if not os.fork():
+            run(line.strip())
+            os._exit(0)

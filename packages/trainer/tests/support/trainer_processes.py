@@ -1,9 +1,22 @@
-"""Starts the processes of one trainer, each running a script of this directory."""
+"""Starts the processes of one trainer, each running a script of this directory.
 
+    python trainer_processes.py
+
+runs what forks them: importing torch, megatron-core and transformers takes each several seconds, and this process does
+it once for all ranks of a test process.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 DEADLINE_SECONDS = 400
+PRELOADED = ("slime.trainer.backends.fsdp.backend", "slime.trainer.backends.megatron.backend", "slime.trainer.trainer")
 
 # (ranks, directory of models) -> a JSON value
 Case = Callable[[Any, Path], Any]
@@ -30,25 +44,67 @@ def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) ->
 
     A failure is for the caller to find in DIR: where one rank fails others fail by it.
     """
+    path = str(Path(__file__).parent / script)
+    words = [[path, str(rank), str(world_size), str(directory), *arguments] for rank in range(world_size)]
+    server = _server()
+    print(json.dumps({"ranks": words, "directory": str(directory)}), file=server.stdin, flush=True)
+    assert server.stdout.readline() == "done\n", "the process that forks ranks has ended"
+    return [(directory / f"stderr-{rank}").read_text() for rank in range(world_size)]
+
+
+@functools.cache
+def _server() -> Any:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         # More threads than cores that spin while they wait slow every rank down by an order of magnitude.
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    path = str(Path(__file__).parent / script)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, path, str(rank), str(world_size), str(directory), *arguments],
-            stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    try:
-        return [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    server = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _serve() -> None:
+    """Forks the ranks of each line on stdin, and answers with a line when they have ended."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        ranks = [_fork(words, Path(request["directory"]) / f"stderr-{n}") for n, words in enumerate(request["ranks"])]
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while ranks:
+            if time.monotonic() > deadline:
+                for pid in ranks:
+                    os.kill(pid, signal.SIGKILL)
+            ranks = [pid for pid in ranks if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            time.sleep(0.02)
+        print("done", flush=True)
+
+
+def _fork(words: list[str], errors: Path) -> int:
+    """Runs a script and its arguments in a copy of this process, whose id it returns."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    with contextlib.suppress(BaseException):
+        with errors.open("w") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
+        os.dup2(os.open(os.devnull, os.O_RDWR), sys.stdin.fileno())
+        # Its parent reads the answers of this process from there.
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def run_cases(cases: dict[str, Case]) -> None:
@@ -80,3 +136,7 @@ def results_of(script: str, world_size: int, directory: Path, models: Path) -> d
         name: [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
         for name in names
     }
+
+
+if __name__ == "__main__":
+    _serve()
