@@ -40,7 +40,7 @@ def training(rows: list[dict]) -> list[dict]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("whole")
-    for name, flags in {"tensor": TENSOR, "pipeline": PIPELINE}.items():
+    for name, flags in {"tensor": (*TENSOR, "--save-interval", "2", "--async-save"), "pipeline": PIPELINE}.items():
         run(directory / name, "--num-rollout", str(ROLLOUTS), *flags)
     return {"tensor": directory / "tensor", "pipeline": directory / "pipeline"}
 
@@ -53,10 +53,8 @@ def test_two_layouts_train_alike(whole: dict[str, Path]) -> None:
     assert (whole["tensor"] / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "other"),
-    [("tensor", TENSOR, PIPELINE), pytest.param("pipeline", PIPELINE, TENSOR, marks=slow)],
-)
+@slow
+@pytest.mark.parametrize(("name", "flags", "other"), [("tensor", TENSOR, PIPELINE), ("pipeline", PIPELINE, TENSOR)])
 def test_a_killed_run_resumes_at_its_layout_and_at_another(
     whole: dict[str, Path], tmp_path: Path, name: str, flags: tuple[str, ...], other: tuple[str, ...]
 ) -> None:
@@ -84,13 +82,11 @@ def test_a_killed_run_resumes_at_its_layout_and_at_another(
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=0.05)
 
 
-@slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(whole: dict[str, Path], tmp_path: Path) -> None:
-    keep = ("--save-interval", "2", "--async-save")
-    run(tmp_path / "parts", "--num-rollout", "2", *TENSOR, *keep)
-    run(tmp_path / "parts", "--num-rollout", "4", *TENSOR, *keep, "--load", str(tmp_path / "parts" / "checkpoints"))
-    parts = without_evaluations(timeless(metrics(tmp_path / "parts")))
-    assert parts == without_evaluations(timeless(metrics(whole["tensor"])))[:4]
+    load = ("--load", str(whole["tensor"] / "checkpoints" / "iter_0000007"))
+    run(tmp_path, "--num-rollout", str(ROLLOUTS), *TENSOR, *load)
+    rest = without_evaluations(timeless(metrics(tmp_path)))
+    assert rest == without_evaluations(timeless(metrics(whole["tensor"])))[8:]
 
 
 @pytest.mark.parametrize(
