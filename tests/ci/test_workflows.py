@@ -95,7 +95,7 @@ def test_the_counter_of_tests_explains_itself(capsys: pytest.CaptureFixture[str]
 
 
 def test_each_night_runs_random_examples_and_slow_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    nightly = workflow("properties.yml")
+    nightly = workflow("nightly.yml")
     assert nightly[True]["schedule"]
     assert nightly["jobs"]["random-examples"]["steps"][-1]["run"] == "python scripts/property_tests.py"
     slow = nightly["jobs"]["slow-cases"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -11,14 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-import pytest
 
 from slime.launcher.metrics.files import is_evaluation, read_metrics
 
 # Far beyond what a run takes: a deadline ends what hangs, and must not end what a busy machine makes slow.
 DEADLINE = 600.0
-# For the second of two cases that take a minute or more each; see CONTRIBUTING.md.
-slow = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
 
 
 def quickstart(output_dir: Path, *flags: str, **options) -> subprocess.Popen[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from slow_cases import slow
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of this machine on Linux only")
-@pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+@slow
 def test_a_rank_on_each_of_two_nodes_trains_and_speaks_tls_alone(
     run_example: Callable[..., str], steps_of: Callable[[Path], list[dict[str, Any]]], tmp_path: Path
 ) -> None:

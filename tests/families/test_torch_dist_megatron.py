@@ -15,10 +15,10 @@ from slime.converters.convert import torch_dist_to_hf
 from slime.converters.convert.hf_to_torch_dist import convert
 from slime.converters.families import find_family, read_config
 from slime.converters.inspection.verify import compare
+from slow_cases import slow
 from tiny_families import NAMES, write_tiny
 
 SECONDS = 120.0
-slow = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
 # For several ranks, one family of every kind of layer: megatron-core takes seconds to save even the smallest model.
 ONE_OF_A_KIND = ("glm4", "glm4_moe_mtp", "deepseek_v3", "qwen3_moe_dense_first", "mimo", "minimax_m2")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("types", "buffer", "rollout", "converters", "trainer", "launcher")
 UNWANTED = ("PYTHON", "PEX", "PANTS", "VIRTUAL_ENV", "GIT_")
@@ -100,7 +102,7 @@ def test_a_package_runs_its_own_tests_and_those_of_its_dependents(tests_after, c
     assert "tests/families/test_family_tables.py" not in tests
 
 
-@pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+@slow
 def test_the_messages_run_every_package(tests_after, clone: Path) -> None:
     tests = tests_after("proto/slime/v1/sample.proto")
     assert of_packages(tests) == all_tests(clone)

@@ -7,7 +7,6 @@ README.md beside this file lists what differs on purpose.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ import pytest
 from clean_environment import ROOT, CleanEnvironment, clean_environment, run
 
 PLUGINS = Path(__file__).parent / "plugins"
-slow = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
 # Token id in the tiny tokenizer.
 EOS = 1
 
@@ -39,7 +37,7 @@ def test_the_custom_generate_function_as_printed_trains_on_what_it_wrote(train: 
 
 @pytest.mark.parametrize(
     ("flags", "source"),
-    [pytest.param([], "data_source.py:Prompts", marks=slow), (["--group-rm"], "data_source.py:BestFirst")],
+    [([], "data_source.py:Prompts"), (["--group-rm"], "data_source.py:BestFirst")],
     ids=["alone", "group"],
 )
 def test_the_reward_function_and_the_data_sources_as_printed(

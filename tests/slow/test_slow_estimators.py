@@ -7,15 +7,15 @@ Each run takes some two minutes on an idle machine.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from slime.launcher.quickstart import reverse
+from slow_cases import slow
 from tiny_runs import finish, metrics, quickstart
 
-pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+pytestmark = slow
 
 
 # The quickstart's recipe is grpo without division by the deviation.

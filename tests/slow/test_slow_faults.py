@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+from slow_cases import slow
+
+pytestmark = slow
 
 SCRIPT = Path(__file__).with_name("random_faults.py")
 KINDS = ("plain", "two-ranks", "megatron", "fully-async", "external")

@@ -5,14 +5,14 @@ Each run takes some three minutes on an idle machine.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from slow_cases import slow
 from tiny_runs import evaluations, metrics, run_command, write_inputs
 
-pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+pytestmark = slow
 
 # The quickstart's, whose synchronous run ends at 0.99.
 RECIPE = (

@@ -5,7 +5,6 @@ Each run takes some 20 s on an idle machine.
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 from contextlib import suppress
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 import run_databases
+from slow_cases import slow
 from tiny_runs import (
     DEADLINE,
     command_line,
@@ -30,7 +30,7 @@ from tiny_runs import (
     wait_for,
 )
 
-pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+pytestmark = slow
 
 ROLLOUTS = 12
 WEIGHTS = "model/model.safetensors"

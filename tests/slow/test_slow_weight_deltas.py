@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
-
+from slow_cases import slow
 from tiny_runs import metrics, run, timeless
 
-pytestmark = pytest.mark.skipif(not os.environ.get("SLIME_SLOW"), reason="slow: SLIME_SLOW=1 runs it")
+pytestmark = slow
 
 
 def test_runs_with_deltas_are_the_run_with_all_weights(tmp_path: Path) -> None:

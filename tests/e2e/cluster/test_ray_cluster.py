@@ -19,7 +19,8 @@ from slime.launcher.quickstart import reverse
 from slime.rollout.recordings.rollouts import read_rollout
 from slime.types.clients import TrainerClient
 from slime.types.rpc import RpcSettings
-from tiny_runs import DEADLINE, command_line, gone, metrics, slow, trained_a_step, wait_for
+from slow_cases import slow
+from tiny_runs import DEADLINE, command_line, gone, metrics, trained_a_step, wait_for
 
 SECOND = "127.0.0.2"
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import command, finish, metrics, slow, write_inputs
+from slow_cases import slow
+from tiny_runs import command, finish, metrics, write_inputs
 
 # Called when the groups of a rollout are complete, before they are sealed.
 DAMAGE = """

@@ -19,6 +19,7 @@ from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.types.clients import RolloutClient
 from slime.types.rpc import RpcSettings
+from slow_cases import slow
 from tiny_runs import (
     DEADLINE,
     alive,
@@ -32,7 +33,6 @@ from tiny_runs import (
     quickstart,
     run,
     services,
-    slow,
     timeless,
     wait_for,
     write_inputs,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow
 from tiny_runs import (
     DEADLINE,
     alive,
@@ -24,7 +25,6 @@ from tiny_runs import (
     processes_with,
     quickstart,
     services,
-    slow,
     trained_a_step,
     wait_for,
     write_inputs,

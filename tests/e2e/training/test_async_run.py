@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow
 from tiny_runs import (
     DEADLINE,
     command,
@@ -17,7 +18,6 @@ from tiny_runs import (
     gone,
     metrics,
     run_command,
-    slow,
     trained_a_step,
     wait_for,
     write_inputs,

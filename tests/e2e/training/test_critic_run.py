@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_runs import metrics, run, slow
+from slow_cases import slow
+from tiny_runs import metrics, run
 
 PPO = (
     "--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--lambd", "0.95", "--num-critic-only-steps", "1",

@@ -16,7 +16,6 @@ from tiny_runs import (
     gone,
     metrics,
     run_command,
-    slow,
     timeless,
     wait_for,
     write_inputs,
@@ -67,7 +66,6 @@ def test_a_run_stays_within_its_staleness_and_leaves_nothing_when_it_is_interrup
     assert all(row["perf/rollout_wait_time"] >= 0 and row["rollout/dropped_stale"] == 0 for row in rows)
 
 
-@slow
 def test_a_killed_run_goes_on(inputs: Path, tmp_path: Path) -> None:
     keep = ("--buffer-dir", str(tmp_path / "buffer"), "--save-interval", "2", "--run-name", "parts")
     out = tmp_path / "out"

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import tiny_colours
+from slow_cases import slow
 from tiny_colours import write_inputs
-from tiny_runs import evaluations, finish, metrics, slow
+from tiny_runs import evaluations, finish, metrics
 
 REWARD = tiny_colours.__file__
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from slime.launcher.quickstart import reverse
-from tiny_runs import DEADLINE, evaluations, metrics, slow
+from slow_cases import slow
+from tiny_runs import DEADLINE, evaluations, metrics
 
 NUM_GPUS = 0
 

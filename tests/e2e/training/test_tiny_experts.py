@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tiny_runs import metrics, run_command, slow, write_inputs
+from slow_cases import slow
+from tiny_runs import metrics, run_command, write_inputs
 
 BACKENDS = {
     "fsdp": ("--train-backend", "fsdp"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import slow
 from tiny_runs import (
     DEADLINE,
     command_line,
@@ -17,7 +18,6 @@ from tiny_runs import (
     metrics,
     quickstart,
     run,
-    slow,
     timeless,
     wait_for,
 )

@@ -10,7 +10,7 @@ import pytest
 
 from slime.launcher.run_directory.kept_samples import kept_files, read_rows
 from slime.launcher.show.checks import Rules, run_checks
-from tiny_runs import evaluations, metrics, run, run_command, slow, timeless, write_inputs
+from tiny_runs import evaluations, metrics, run, run_command, timeless, write_inputs
 
 WEIGHTS = "model/model.safetensors"
 
@@ -110,7 +110,6 @@ def test_an_evaluation_alone_leaves_no_copy_of_the_model(tmp_path: Path) -> None
     assert not (tmp_path / "model").exists() and "trained model" not in output
 
 
-@slow
 def test_a_leave_one_out_baseline_trains(tmp_path: Path) -> None:
     """Rewards minus the mean of the n - 1 others are n / (n - 1) times those minus the mean of all: with groups of four
     the first gradient of rloo is 4/3 of that of grpo without its division."""

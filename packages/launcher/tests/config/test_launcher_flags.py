@@ -269,6 +269,7 @@ def test_lora_is_turned_on_by_its_rank_and_has_no_dropout(base: list[str]) -> No
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"quantization_config": quantized}))
     with pytest.raises(NotAvailable, match="--lora-rank 8 for this model is not supported yet: .* quantized weights"):
         run_config.parse([*base, "--lora-rank", "8"])
+    run_config.parse([*base, "--lora-rank", "8", "--debug-rollout-only"])
 
 
 def test_a_number_of_gpus_that_nobody_has_is_refused(base: list[str]) -> None:

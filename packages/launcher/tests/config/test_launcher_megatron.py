@@ -287,9 +287,9 @@ def test_nothing_in_load_is_an_error_without_a_reference_and_beside_other_files(
 ) -> None:
     load, run = tmp_path / "load", tmp_path / "run"
     words, both = [*megatron, "--load", str(load)], ["--ref-load", str(reference)]
-    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .*, or --ref-load the first weights"):
+    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .* as --ref-load"):
         run_config.parse(words)
-    with pytest.raises(MissingFile, match="first weights, with which only --train-backend megatron begins"):
+    with pytest.raises(MissingFile, match="or with --train-backend megatron the first weights as --ref-load"):
         run_config.parse([*words, *both, "--train-backend", "fsdp"])
     with pytest.raises(MissingFile, match=f"--ref-load {tmp_path}/refrence holds no checkpoint"):
         run_config.parse([*words, "--ref-load", f"{tmp_path}/refrence"])
@@ -304,7 +304,7 @@ def test_nothing_in_load_is_an_error_without_a_reference_and_beside_other_files(
     with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint"):
         run_config.parse([*words, *both])
     (load / "notes.txt").unlink()
-    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .*, or --ref-load the first weights"):
+    with pytest.raises(MissingFile, match=f"--load {load} holds no checkpoint: .* as --ref-load"):
         run_config.parse(words)
     assert run_config.parse([*words, *both]).trainer.load == str(reference)
     load.rmdir()

@@ -38,18 +38,24 @@ def quick_cases(cases: dict[str, T], slow: set[str]) -> dict[str, T]:
     return cases if os.environ.get("SLIME_SLOW") else {name: case for name, case in cases.items() if name not in slow}
 
 
-def run_ranks(script: str, world_size: int, directory: Path, *arguments: str) -> list[str]:
-    """`script RANK WORLD_SIZE DIR ARGUMENTS` in `world_size` processes; what each wrote to stderr. script: a name in
-    this directory, or a path.
+def run_ranks(script: str, world_size: int, directory: Path, *arguments: str, check: bool = False) -> list[str]:
+    """Runs `script RANK WORLD_SIZE DIR ARGUMENTS` in `world_size` processes, and returns what each wrote.
 
-    A failure is for the caller to find in DIR: where one rank fails others fail by it.
+    script: a name in this directory, or a path. check: whether to fail where a rank ends with another code than 0.
+    Otherwise a failure is for the caller to find in DIR: where one rank fails others fail by it.
     """
     path = str(Path(__file__).parent / script)
     words = [[path, str(rank), str(world_size), str(directory), *arguments] for rank in range(world_size)]
     server = _server()
     print(json.dumps({"ranks": words, "directory": str(directory)}), file=server.stdin, flush=True)
-    assert server.stdout.readline() == "done\n", "the process that forks ranks has ended"
-    return [(directory / f"stderr-{rank}").read_text() for rank in range(world_size)]
+    answer = server.stdout.readline()
+    assert answer, "the process that forks ranks has ended"
+    outputs = [(directory / f"output-{rank}").read_text() for rank in range(world_size)]
+    codes = json.loads(answer)
+    if check and any(codes):
+        first = next(rank for rank, code in enumerate(codes) if code)
+        raise AssertionError(f"ranks ended with {codes}, rank {first} after {outputs[first][-3000:]}")
+    return outputs
 
 
 @functools.cache
@@ -63,38 +69,63 @@ def _server() -> Any:
     server = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
-    atexit.register(server.kill)
+    atexit.register(server.terminate)
     return server
 
 
 def _serve() -> None:
-    """Forks the ranks of each line on stdin, and answers with a line when they have ended."""
+    """Forks the ranks of each line on stdin, and answers with their exit codes when all have ended.
+
+    Ends them at the deadline, at SIGTERM and SIGINT, and when the test process is gone.
+    """
+    # Modules may print while they are imported, which is no answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    tests = os.getppid()
     for name in PRELOADED:
         importlib.import_module(name)
-    for line in sys.stdin:
-        request = json.loads(line)
-        ranks = [_fork(words, Path(request["directory"]) / f"stderr-{n}") for n, words in enumerate(request["ranks"])]
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while ranks:
-            if time.monotonic() > deadline:
-                for pid in ranks:
-                    os.kill(pid, signal.SIGKILL)
-            ranks = [pid for pid in ranks if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            request = json.loads(line)
+            outputs = [Path(request["directory"]) / f"output-{rank}" for rank in range(len(request["ranks"]))]
+            pids = list(map(_fork, request["ranks"], outputs))
+            print(json.dumps(_codes(pids, tests)), file=answers, flush=True)
+
+
+def _codes(pids: list[int], tests: int) -> list[int]:
+    """Returns the exit codes of ranks, those of signals negative. tests: the process that asked for them."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while len(codes) < len(pids) and time.monotonic() < deadline and os.getppid() == tests:
+            for pid in pids:
+                if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[pid] = os.waitstatus_to_exitcode(ended[1])
             time.sleep(0.02)
-        print("done", flush=True)
+    finally:
+        for pid in pids:
+            if pid not in codes:
+                os.kill(pid, signal.SIGKILL)
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [codes[pid] for pid in pids]
 
 
-def _fork(words: list[str], errors: Path) -> int:
-    """Runs a script and its arguments in a copy of this process, whose id it returns."""
+def _fork(words: list[str], output: Path) -> int:
+    """Runs a script with its arguments in a copy of this process, and returns the id of the copy.
+
+    output: the file that gets what it writes to stdout and stderr.
+    """
     if pid := os.fork():
         return pid
     status = 1
     with contextlib.suppress(BaseException):
-        with errors.open("w") as file:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        with output.open("w") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())
+            os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(os.open(os.devnull, os.O_RDWR), sys.stdin.fileno())
-        # Its parent reads the answers of this process from there.
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         try:
@@ -127,11 +158,11 @@ def run_cases(cases: dict[str, Case]) -> None:
 
 def results_of(script: str, world_size: int, directory: Path, models: Path) -> dict[str, list[Any]]:
     """By case what each rank returned, of a script that calls `run_cases`."""
-    errors = run_ranks(script, world_size, directory, str(models))
+    outputs = run_ranks(script, world_size, directory, str(models))
     failures = [path.read_text() for path in sorted(directory.glob("*.error"))]
     assert not failures, failures[0][-3000:]
     names = {path.stem.rpartition("-")[0] for path in directory.glob("*.json")}
-    assert names, errors[0][-3000:]
+    assert names, outputs[0][-3000:]
     return {
         name: [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
         for name in names

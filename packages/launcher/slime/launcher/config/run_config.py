@@ -256,9 +256,9 @@ def _assemble(
         values["actor_num_gpus_per_node"] = ranks_needed(values) if values.get("train_backend") == "megatron" else 1
     share_optimizer(values)
     share_gpus(values)
-    # Before Megatron's flags are compared with each other, which is of no use to a run without Megatron.
-    megatrons = (field.name for field in dataclasses.fields(SETTINGS["megatron"]))
-    check_backend(values["train_backend"], {name: values[name] for name in megatrons if values.get(name) is not None})
+    # Building the settings compares Megatron's flags with each other, which helps nobody who runs another backend.
+    names = (field.name for field in dataclasses.fields(SETTINGS["megatron"]))
+    check_backend(values["train_backend"], {name: values[name] for name in names if values.get(name) is not None})
     parts = {package: build(cls, values) for package, cls in SETTINGS.items()}
     if parts["rollout"].data_source_path != DEFAULT_DATA_SOURCE:
         # With the user's own data source the buffer neither reads prompts nor filters groups.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from slime.converters.megatron.flags import given
-from slime.launcher.config.checks.megatron import refuse_fp8_on_cpu
+from slime.converters.megatron.flags import given, refuse_fp8_on_cpu
 from slime.launcher.doctor.finding import Finding, Subject, fail, ok, warn
 from slime.launcher.plan.trainer_memory import GIB
 from slime.launcher.platform import probes

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.converters.megatron.args import model_args, read_model_config
-from slime.converters.megatron.flags import given
+from slime.converters.megatron.flags import given, refuse_fp8_on_cpu
 from slime.converters.megatron.rank_layout import Sizes, layers_of_stages, sizes_of
 from slime.launcher.config.checks.engine_weights import refuse_quantized
-from slime.launcher.config.checks.megatron import refuse_fp8_on_cpu
 from slime.launcher.config.checks.on_policy import check_on_policy_model
 from slime.launcher.config.checks.run import check_nuclei
 from slime.launcher.config.run_config import RunConfig

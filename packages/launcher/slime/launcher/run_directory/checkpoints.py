@@ -120,8 +120,8 @@ def find_checkpoint(path: str, *, flag: str = "--load", step: int | None = None)
     expected = f"{STATE_FILE} of a checkpoint, step_NNNNNN or iter_NNNNNNN of a run, or config.json of a model"
     message = f"{flag} {path} holds no checkpoint: expected {expected}"
     if flag == "--load" and _is_empty(directory):
-        message += "; for a run that starts now and is continued later, give --save the same directory, or --ref-load"
-        message += " the first weights, with which only --train-backend megatron begins"
+        message += "; for a run that starts now and is continued later, give --save the same directory, or with"
+        message += " --train-backend megatron the first weights as --ref-load"
     raise MissingFile(message, field=flag, value=path, expected=expected)
 
 

@@ -7,6 +7,7 @@ from slime.converters.megatron.flags.settings import (
     check_given,
     given,
     make_settings,
+    refuse_fp8_on_cpu,
 )
 from slime.converters.megatron.flags.table import (
     by_dest,
@@ -34,6 +35,7 @@ __all__ = [
     "number",
     "pattern",
     "pattern_text",
+    "refuse_fp8_on_cpu",
     "row_of",
     "table",
     "why_refused",

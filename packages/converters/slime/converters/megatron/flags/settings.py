@@ -89,6 +89,14 @@ def check_backend(backend: str, values: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_fp8_on_cpu(values: Mapping[str, Any]) -> None:
+    """Raises InvalidSetting where Megatron's flags ask for products in FP8 of a trainer without a GPU."""
+    if values.get("fp8"):
+        raise InvalidSetting.requires(
+            f"--fp8-format {values['fp8']}", "a GPU", "Transformer Engine has no kernels for a CPU"
+        )
+
+
 def check_given(values: Mapping[str, Any]) -> None:
     """Raises NotAvailable for an unsupported value, InvalidSetting for values that cannot be used together."""
     rows = by_dest()

@@ -27,14 +27,6 @@ def check_megatron(launcher: LauncherSettings, values: Mapping[str, Any]) -> Non
         raise InvalidSetting.requires("--initial-megatron-checkpoint", "--train-backend megatron")
 
 
-def refuse_fp8_on_cpu(values: Mapping[str, Any]) -> None:
-    """Raises InvalidSetting where Megatron's flags ask for products in FP8 of a trainer without a GPU."""
-    if values.get("fp8"):
-        raise InvalidSetting.requires(
-            f"--fp8-format {values['fp8']}", "a GPU", "Transformer Engine has no kernels for a CPU"
-        )
-
-
 def _ranks(launcher: LauncherSettings) -> int:
     return launcher.actor_num_nodes * int(launcher.actor_num_gpus_per_node or 1)
 

@@ -286,7 +286,8 @@ def check_other_files(args: Mapping[str, Any]) -> None:
     if args["lora_rank"]:
         model = json.loads((Path(args["hf_checkpoint"]) / "config.json").read_text())
         check_rank(args["lora_rank"], model)
-        refuse_quantized_base(model, args["lora_rank"])
+        if not args["debug_rollout_only"]:
+            refuse_quantized_base(model, args["lora_rank"])
     if not args["debug_train_only"] and not args["debug_rollout_only"]:
         check_quantization(args)
     if args["train_vision"] is not None:

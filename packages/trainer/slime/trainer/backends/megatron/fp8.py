@@ -17,6 +17,7 @@ from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_context
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.converters.megatron.flags import refuse_fp8_on_cpu
 from slime.types.errors import InvalidSetting, NotAvailable
 
 # Tokens that share a factor in the product that makes a weight's gradient. Ranks of sequence parallelism exchange
@@ -34,7 +35,7 @@ def require(args: Mapping[str, Any], device: torch.device, *, bf16: bool) -> Non
         reason = "only Transformer Engine's layers compute in FP8"
         raise InvalidSetting.conflict(flag, "--transformer-impl local", reason)
     if device.type != "cuda":
-        raise InvalidSetting.requires(flag, "a GPU", "Transformer Engine has no kernels for a CPU")
+        refuse_fp8_on_cpu(args)
     if importlib.util.find_spec("transformer_engine") is None:
         raise NotAvailable.not_installed(flag, "transformer-engine", "transformer-engine[pytorch]")
     if not bf16:
