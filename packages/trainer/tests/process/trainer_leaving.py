@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from trainer_processes import run_cases
 from trainer_tiny import Runner, make_settings
 
@@ -19,7 +20,7 @@ def leaving(ranks: Ranks, models: Path) -> list[Any]:
     def loss(args: Any, batch: dict[str, Any], sum_of_sample_mean: Any) -> Any:
         if ranks.rank == 1:
             raise PluginError("no loss for these samples") if sys.argv[4].endswith("plugin") else MemoryError("full")
-        return sum_of_sample_mean(-batch["policy_log_probs"][0].mean() * batch["policy_log_probs"][0]), {}
+        return sum_of_sample_mean(-torch.cat(batch["policy_log_probs"])), {}
 
     def custom(args: Any, batch: dict[str, Any], sum_of_sample_mean: Any) -> Any:
         return loss(args, batch, sum_of_sample_mean)
