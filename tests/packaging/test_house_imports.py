@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from house_tree import MODULES, ROOT, imported, parsed, scripts
+from house_tree import MODULES, OTHER_CODE, ROOT, imported, parsed, scripts
 
 NUM_GPUS = 0
 # A module of at most so many lines that fewer than two others import belongs into its importer or a sibling.
@@ -195,3 +196,20 @@ def test_the_args_of_the_rollout_have_a_type() -> None:
         if argument.arg == "args" and isinstance(argument.annotation, ast.Name) and argument.annotation.id == "Any"
     }
     assert untyped == set()
+
+
+def test_helpers_that_other_folders_import_are_sorted_the_same_wherever_ruff_looks() -> None:
+    """Pants shows ruff some folders alone: a helper that lies in another one is ours only where it is named."""
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]
+    roots = [folder for pattern in ruff["src"] for folder in ROOT.glob(pattern) if folder.is_dir()]
+    helpers = {path.stem: path.parent for folder in roots for path in folder.glob("*.py")}
+    unnamed = {
+        name
+        for path in OTHER_CODE
+        for node in parsed(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name in helpers and not path.is_relative_to(helpers[name])
+    } - set(ruff["lint"]["isort"]["known-first-party"])
+    assert len(helpers) > 40
+    assert unnamed == set(), "name it in known-first-party in pyproject.toml"
