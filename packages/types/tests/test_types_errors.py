@@ -48,6 +48,11 @@ WORDED: list[tuple[errors.ConfigError, str, str, str, str]] = [
         "--temperature", "-1", "greater than 0",
     ),
     (
+        InvalidSetting.must_be("--num-rollout", "an integer", got=8.0),
+        "--num-rollout must be an integer, got 8.0",
+        "--num-rollout", "8.0", "an integer",
+    ),
+    (
         InvalidSetting.must_be("--save", "a directory", got="a.txt", reason="checkpoints are directories"),
         "--save must be a directory, got 'a.txt': checkpoints are directories",
         "--save", "a.txt", "a directory",
@@ -197,3 +202,8 @@ def test_short_values_are_shown_as_python_does(value: Any) -> None:
     shown = repr(value)
     if len(shown) <= 200 and not isinstance(value, float):
         assert InvalidSetting.must_be("name", "text", got=value).message == f"name must be text, got {shown}"
+
+
+@pytest.mark.parametrize(("value", "shown"), [("", "''"), (" \n", "' \\n'"), ("text", "text")])
+def test_a_field_without_visible_text_is_quoted(value: str, shown: str) -> None:
+    assert errors.InvalidField("prompt", value, "text").message == f"prompt: got {shown}, expected text"

@@ -70,7 +70,7 @@ def test_a_json_file_may_hold_an_object_per_line(tmp_path: Path) -> None:
         ("a.csv", b'input,label\n"x\ny",1\nx,1,2\n', "line 4 must be 2 cells, got 3"),
         ("a.csv", b"input,input\nx,y\n", "line 1 must be names of columns, each once"),
         ("a.csv", b'input\n"x" y\n', "line 2: not CSV"),
-        ("a.csv", b"input\n\xff\n", "not CSV"),
+        ("a.csv", b"input\n\xff\n", "line 2: not UTF-8"),
         ("a.csv", b"prompt\nx\n", "line 2: no column 'input'; it has 'prompt'"),
         ("a.jsonl.gz", b'{"input": "x"}\n', "not gzip, or damaged"),
         ("a.jsonl.gz", gzip.compress(b'{"input": "x"}\n' * 9, mtime=0)[:-9], "not gzip, or damaged"),
@@ -106,6 +106,14 @@ def test_any_text_survives_csv(rows: list[str], tmp_path_factory: pytest.TempPat
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["input", "n"], *([text, str(n)] for n, text in enumerate(rows))])
     assert [row["input"] for _, row in read_csv(str(path))] == rows
+
+
+@pytest.mark.parametrize("rows_before", [2, 5000])
+def test_csv_in_another_encoding_is_refused_with_the_line(rows_before: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"input\n" + b"x\n" * rows_before + b"caf\xe9\n")
+    with pytest.raises(InvalidFile, match=f"rows.csv, line {rows_before + 2}: not UTF-8: byte 0xe9$"):
+        list(read_csv(str(path)))
 
 
 def test_a_slice_behind_any_end_has_no_rows(tmp_path: Path) -> None:

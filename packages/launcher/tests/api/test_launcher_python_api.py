@@ -313,7 +313,7 @@ def test_wrong_settings_raise_before_anything_starts(
     }  # fmt: skip
     with pytest.raises(kind, match=message):
         train(**given | changed)  # type: ignore[arg-type]
-    assert started == []
+    assert started == [] and not (tmp_path / "out").exists()
 
 
 def rows(table: Any) -> list[dict[str, Any]]:

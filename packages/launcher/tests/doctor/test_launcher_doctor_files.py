@@ -269,3 +269,14 @@ def test_letters_without_a_token_are_a_warning(tmp_path: Path) -> None:
     ]
     assert len(warnings) == 1
     assert warnings[0].endswith("has no tokens for 'g', '\u00e9': the model does not see them")
+
+
+def test_empty_prompts_are_a_warning_unless_a_template_is_around_them(tmp_path: Path) -> None:
+    model = tiny_model.write_model(tmp_path / "model", "0123456789:", seed=0)
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"input": "7:"}\n{"input": ""}\n{"input": ""}\n')
+    words = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rm-type", "random")
+    (warning,) = [found for found in look("data", *words) if found.status == "warn"]
+    assert warning.what.endswith("2 of 3 prompts are empty")
+    rendered = (*words, "--apply-chat-template", "--apply-chat-template-kwargs", '{"chat_template": "x"}')
+    assert [found.what for found in look("data", *rendered) if found.what.endswith("are empty")] == []

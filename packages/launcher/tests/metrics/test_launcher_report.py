@@ -142,6 +142,43 @@ def trained(directory: Path, first: int, stop: int, *, evaluate: bool = True) ->
     return text.getvalue()
 
 
+def test_a_run_without_an_evaluation_before_it_has_no_score_before(tmp_path: Path) -> None:
+    shown, text = report(tmp_path)
+    with shown:
+        shown.started(76_032, 0)
+        shown.step(0, {"rollout/raw_reward": 0.5}, [])
+        shown.evaluation(1, {"eval/sums": 0.625, **TIME}, [sample("2", 1.0)])
+        shown.step(1, {"rollout/raw_reward": 0.5}, [])
+        shown.evaluation(2, {"eval/sums": 0.75, **TIME}, [sample("2", 1.0)])
+        shown.finished()
+    row = next(line for line in text.getvalue().splitlines() if "held out: sums" in line)
+    assert row.split() == ["│", "held", "out:", "sums", "│", "-", "│", "0.750", "│"]
+    evaluation = json.loads((tmp_path / "eval.json").read_text())
+    assert (evaluation["before"], evaluation["after"]) == (None, 0.75)
+    assert "held-out evaluation of sums after 1 step: 0.625" in text.getvalue()
+
+
+def test_a_model_that_is_only_evaluated_was_not_trained_for_0_steps(tmp_path: Path) -> None:
+    shown, text = report(tmp_path, num_steps=0)
+    with shown:
+        shown.started(None, 0)
+        shown.evaluation(0, {"eval/sums": 0.75, **TIME}, [sample("2", 1.0)])
+        shown.finished()
+    assert "held-out evaluation of sums: 0.750" in text.getvalue()
+    assert "reward 1.00  '2'" in text.getvalue() and "step" not in text.getvalue()
+
+
+def test_prompts_that_are_left_out_are_told_of_once(tmp_path: Path) -> None:
+    shown, text = report(tmp_path, num_steps=3)
+    with shown:
+        shown.started(1, 0)
+        for step, count in enumerate((0.0, 2.0, 3.0)):
+            shown.step(step, {"rollout/raw_reward": 0.5, "rollout/prompt_unusable": count}, [])
+    (line,) = [line for line in text.getvalue().splitlines() if "WARNING" in line]
+    assert line.startswith("WARNING: step 1 left out prompts (rollout/prompt_unusable 2); ")
+    assert line.endswith("rollout.log")
+
+
 def test_a_resumed_run_ends_with_the_rewards_and_samples_of_its_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

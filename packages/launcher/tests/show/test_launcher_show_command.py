@@ -41,6 +41,20 @@ def test_runs_lists_state_progress_reward_and_scores(tmp_path: Path, capsys: pyt
     assert found["one"]["reward"] == pytest.approx(0.04) and found["one"]["model"] == "tiny"
 
 
+def test_a_single_evaluation_shows_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    late = [row for row in rows if "eval/gsm" not in row or row["step"]]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in late))
+    assert main(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "gsm 0.750" in out and "→" not in out
+    assert main(["compare", str(run), str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"] == {"gsm": [[None, 0.75], [None, 0.75]]}
+    assert main(["compare", str(run), str(run)]) == 0
+    assert ["gsm", "0.75", "0.75"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
 def test_a_run_that_started_after_now_has_no_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     with recorded(run, "train"):

@@ -83,6 +83,10 @@ class SlimeError(Exception):
 LIMIT = 200
 
 
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
 def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else _shown(value)
     return text if len(text) <= LIMIT else text[: LIMIT - 1] + "…"
@@ -196,7 +200,7 @@ class InvalidField(SlimeError, ValueError, TypeError):
 
     def __init__(self, field: str, value: object, expected: str, message: str = "") -> None:
         super().__init__(
-            message or f"{field}: got {_shorten(value)}, expected {expected}",
+            message or f"{field}: got {_shorten(repr(value) if _is_blank(value) else value)}, expected {expected}",
             field=field,
             value=value,
             expected=expected,
@@ -215,8 +219,9 @@ class ConfigError(SlimeError):
     @classmethod
     def must_be(cls, setting: str, expected: str, *, got: object, reason: str = "") -> Self:
         """Reports a wrong value: `must_be("--temperature", "greater than 0", got=-1)`."""
-        # Show `1` as it was typed, although the parser made 1.0 of it.
-        got = int(got) if isinstance(got, float) and got.is_integer() and abs(got) < 1e15 else got
+        # Show `1` as it was typed, although the parser made 1.0 of it; where an integer is wanted, 1.0 was typed.
+        if isinstance(got, float) and got.is_integer() and abs(got) < 1e15 and not expected.startswith("an integer"):
+            got = int(got)
         message = f"{setting} must be {expected}, got {_shorten(_shown(got))}{_because(reason)}"
         return cls(message, field=setting, value=got, expected=expected)
 

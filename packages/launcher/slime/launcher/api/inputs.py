@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,17 @@ class Inputs:
         """
         replace = not (output / SETTINGS).exists() or (overwrite and read_state(output).state != "running")
         return cls(output / "inputs", replace)
+
+    @contextlib.contextmanager
+    def removed_on_error(self) -> Iterator[None]:
+        """Removes the output directory on an error if it is new: a run that is refused leaves nothing."""
+        is_new = not self.directory.parent.exists()
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                shutil.rmtree(self.directory.parent, ignore_errors=True)
+            raise
 
     def write(self, name: str, text: str, argument: str) -> Path:
         """Writes a file for an argument of `train`. Raises InvalidSetting if it would replace one of another run."""

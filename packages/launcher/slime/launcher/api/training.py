@@ -56,33 +56,34 @@ def train(
     output = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
     output = (output if output_dir is None else Path(_path(output_dir, "output_dir"))).absolute()
     inputs = Inputs.of_run(output, overwrite=settings.get("overwrite") is True)
-    values = plain_settings(settings) | {"hf_checkpoint": model, "output_dir": str(output)}
-    values["prompt_data"] = _data(data, inputs, "prompts", "data")
-    if eval_data is not None:
-        sets = eval_data if isinstance(eval_data, Mapping) else {"eval": eval_data}
-        for name in sets:
-            if not isinstance(name, str):
-                raise InvalidSetting.must_be("eval_data", "sets by name, which is text", got=name)
-        values["eval_prompt_data"] = [
-            [name, _data(rows, inputs, "eval-" + re.sub(r"[^\w.-]", "_", name), f"eval_data {name}")]
-            for name, rows in sets.items()
-        ]
-    values |= _reward(reward, inputs)
-    with path_errors(inputs.directory, "output_dir"):
-        inputs.directory.mkdir(parents=True, exist_ok=True)
-    config = inputs.directory / "settings.yaml"
-    write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
-    # Checked here as well, so that what is wrong is an exception; the process could only print it.
-    try:
-        parsed = run_config.parse([str(config)])
-        check_unused(parsed)
-        check_start(parsed)
-    except ConfigError as error:
-        # The file is ours; who called gave arguments.
-        raise error.restore(
-            error.message.removeprefix(f"--config {config}: "),
-            field=error.field, value=error.value, expected=error.expected,
-        ) from None  # fmt: skip
+    with inputs.removed_on_error():
+        values = plain_settings(settings) | {"hf_checkpoint": model, "output_dir": str(output)}
+        values["prompt_data"] = _data(data, inputs, "prompts", "data")
+        if eval_data is not None:
+            sets = eval_data if isinstance(eval_data, Mapping) else {"eval": eval_data}
+            for name in sets:
+                if not isinstance(name, str):
+                    raise InvalidSetting.must_be("eval_data", "sets by name, which is text", got=name)
+            values["eval_prompt_data"] = [
+                [name, _data(rows, inputs, "eval-" + re.sub(r"[^\w.-]", "_", name), f"eval_data {name}")]
+                for name, rows in sets.items()
+            ]
+        values |= _reward(reward, inputs)
+        with path_errors(inputs.directory, "output_dir"):
+            inputs.directory.mkdir(parents=True, exist_ok=True)
+        config = inputs.directory / "settings.yaml"
+        write_whole(config, yaml.safe_dump(values, sort_keys=True), field="output_dir")
+        # Checked here as well, so that what is wrong is an exception; the process could only print it.
+        try:
+            parsed = run_config.parse([str(config)])
+            check_unused(parsed)
+            check_start(parsed)
+        except ConfigError as error:
+            # The file is ours; who called gave arguments.
+            raise error.restore(
+                error.message.removeprefix(f"--config {config}: "),
+                field=error.field, value=error.value, expected=error.expected,
+            ) from None  # fmt: skip
     command = [sys.executable, "-m", "slime.launcher.cli", "train-async" if asynchronous else "train", str(config)]
     with terminate_as_interrupt():
         run_attached(command, "the training", {"PYTHONPATH": module_path()}, show=None if _on_our_output() else print)

@@ -85,12 +85,13 @@ def run_train(
                     print(sentence, flush=True)
                 reports: list[Report] = []
                 with earlier_record(output_dir, lambda: any(report.has_begun for report in reports)):
-                    if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
-                        write_record(output_dir, config, ["slime", command, *argv])
                     tracked = TrackedRun(
                         name=str(settings.run_name), output_dir=output_dir, config=shown_settings(config.flat)
                     )
+                    # Takes seconds: without a record, a run that is interrupted meanwhile has not begun.
                     sinks = open_sinks(settings, tracked, config.tensorboard_dir, required=not resumes(config))
+                    if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
+                        write_record(output_dir, config, ["slime", command, *argv])
                     with (
                         recorded(output_dir, command) as state,
                         watched(output_dir, settings.watch),

@@ -117,6 +117,7 @@ def _file(
     last = rows.stop if rows.stop is not None and rows.stop >= 0 else None
     count = unlabelled = 0
     first_rendered, rewards, first_texts = "", list[Any](), list[str]()
+    empty = 0
     whole, deadline = True, time.monotonic() + SECONDS
     try:
         for where, row in islice(read(path), first, last):
@@ -134,6 +135,8 @@ def _file(
                 _check_reward(str(reward), args, f"{path}, {where}: {columns.metadata}.rm_type")
                 rewards.append(reward)
             first_rendered = first_rendered or (where if _is_rendered(prompt.prompt, args) else "")
+            # With a template around it, an empty text has tokens.
+            empty += not prompt.prompt and not _is_rendered(prompt.prompt, args)
             unlabelled += columns.label is not None and prompt.label is None
             reward = str(prompt.metadata.get("rm_type") or scorer)
             if prompt.label is None and scorer is not None and needs_label(reward):
@@ -165,6 +168,11 @@ def _file(
         yield warn(
             f"{flag} {path}: the tokenizer of --hf-checkpoint {args['hf_checkpoint']} {no_tokens(unknown)}",
             "take a model that knows them, or other prompts",
+        )
+    if empty:
+        yield warn(
+            f"{flag} {path}: {empty} of {counted(count, 'prompt is', 'prompts are')} empty",
+            "a run leaves out prompts without tokens: remove those rows, or fill them",
         )
     if unlabelled:
         yield warn(

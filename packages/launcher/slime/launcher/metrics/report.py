@@ -26,6 +26,8 @@ from slime.types import Sample
 from slime.types.errors import SlimeError, counted
 from slime.types.files import write_whole
 
+# Counts of prompts whose groups a run rejects, which is said once.
+LEFT_OUT = ("rollout/prompt_too_long", "rollout/prompt_unusable")
 COLUMNS = (
     # heading, key, format
     ("step", "step", "{:.0f}"),
@@ -74,7 +76,9 @@ class Report:
         self._print_every = print_every
         self._state = state
         self._num_steps = num_steps or 0
+        self._first_step = 0
         self._trains = True
+        self._tells_of_prompts = False
         self._status: Status | None = None
         self._rewards: dict[int, float] = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
@@ -132,13 +136,14 @@ class Report:
     def started(self, num_parameters: int | None, first_step: int, num_steps: int | None = None) -> None:
         """Prints the first lines. num_parameters: None if nothing is trained."""
         self._num_steps = self._num_steps if num_steps is None else num_steps
+        self._first_step = first_step
         self._trains = num_parameters is not None and self._num_steps > 0
         if self._state is not None:
             self._state.phase("started", num_steps=self._num_steps)
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
-        steps = counted(self._num_steps, "step") + resumed
-        self._print(f"{size}, {steps}; files in {self.output_dir}, tokens in its access/")
+        plan = f"{size}, {counted(self._num_steps, 'step')}{resumed}" if self._num_steps else "evaluation alone"
+        self._print(f"{plan}; files in {self.output_dir}, tokens in its access/")
         # A run that only evaluates appends to the metrics of the earlier run.
         written_from = first_step if self._num_steps > 0 else None
         self._log = MetricsLog(self.output_dir / "metrics.jsonl", written_from)
@@ -188,7 +193,7 @@ class Report:
         """Records held-out scores after `step` steps; the metrics of the last step must have been recorded before."""
         assert self._log is not None and self._samples is not None, "started() comes first"
         for name, score in self._note_scores(step, metrics).items():
-            self._print(f"held-out evaluation of {name} after {step} steps: {score:.3f}")
+            self._print(f"held-out evaluation of {name}{self._after(step)}: {score:.3f}")
         if not self._examples:
             self._write_examples(step, examples)
         self._examples = [*self._examples[:1], (step, examples)]
@@ -221,8 +226,13 @@ class Report:
         if step % (self._print_every or max(1, self._num_steps // 40)) == 0 or step == self._num_steps - 1:
             row = metrics | {"step": float(step)}
             self._print("  ".join(f"{form.format(row[key]) if key in row else '-':>10}" for _, key, form in COLUMNS))
+        reasons = self.output_dir / "logs" / "rollout.log"
+        left_out = {name: int(metrics.get(name, 0)) for name in LEFT_OUT}
+        if any(left_out.values()) and not self._tells_of_prompts:
+            self._tells_of_prompts = True
+            told = ", ".join(f"{name} {count}" for name, count in left_out.items() if count)
+            self._print(f"WARNING: step {step} left out prompts ({told}); the reasons are in {reasons}")
         if metrics.get("rollout/failed_ratio") == 1:
-            reasons = self.output_dir / "logs" / "rollout.log"
             self._print(f"step {step}: every sample failed, so nothing was trained on; the reasons are in {reasons}")
         elif warning := self.watch.look(step, metrics, samples, self.output_dir):
             self._print(warning)
@@ -242,12 +252,11 @@ class Report:
         table = Table("", *(("before", "after") if self._trains or values else ("score",)), title="reward")
         if values:
             count = min(3, len(values))
-            table.add_row(
-                f"rollouts, {count} steps", *(f"{sum(v) / count:.3f}" for v in (values[:count], values[-count:]))
-            )
+            means = (f"{sum(part) / count:.3f}" for part in (values[:count], values[-count:]))
+            table.add_row(f"rollouts, {counted(count, 'step')}", *means)
         for name, points in self._evaluations.items():
-            ends = [points[0], points[-1]] if self._trains or values else [points[-1]]
-            table.add_row(f"held out: {name}", *(f"{score:.3f}" for _, score in ends))
+            ends = [self._before(points), points[-1][1]] if self._trains or values else [points[-1][1]]
+            table.add_row(f"held out: {name}", *("-" if score is None else f"{score:.3f}" for score in ends))
         self.console.print(table)
         self._print_examples()
         self._print(f"plot          {plot}")
@@ -269,9 +278,10 @@ class Report:
                 f"\nprompt  {printable(_prompt_text(old))}"
                 + (f"   (answer: {printable(str(old.label))})" if old.label is not None else "")
             )
-            if first != last:
-                self._print(f"  after step {first:<4} reward {_reward(old)}  {old.response!r}")
-            self._print(f"  after step {last:<4} reward {_reward(new)}  {new.response!r}")
+            shown = [(first, old), (last, new)] if first != last else [(last, new)]
+            for step, sample in shown:
+                when = f"after step {step:<4} " if self._after(step) else ""
+                self._print(f"  {when}reward {_reward(sample)}  {sample.response!r}")
         self._print("")
 
     def _write_examples(self, step: int, examples: list[Sample]) -> None:
@@ -283,15 +293,24 @@ class Report:
     def _write_evaluations(self) -> None:
         sets: dict[str, dict[str, Any]] = {
             name: {
-                "before": points[0][1],
+                "before": self._before(points),
                 "after": points[-1][1],
                 "history": [{"step": s, "score": v} for s, v in points],
             }
             for name, points in self._evaluations.items()
         }
         if sets:
-            mean = {when: sum(s[when] for s in sets.values()) / len(sets) for when in ("before", "after")}
+            mean = {when: _mean([each[when] for each in sets.values()]) for when in ("before", "after")}
             write_whole(self.output_dir / "eval.json", json.dumps(mean | {"sets": sets}, indent=2) + "\n")
+
+    def _before(self, points: Sequence[tuple[int, float]]) -> float | None:
+        """Returns the score from before the first iteration of the run; None where nothing was evaluated then."""
+        step, score = points[0]
+        return score if step <= min([self._first_step, *self._rewards]) else None
+
+    def _after(self, step: int) -> str:
+        """Says after how many steps of this run; nothing of a model that it takes as it is, and does not train."""
+        return f" after {counted(step, 'step')}" if step or self._num_steps else ""
 
     def _print(self, text: str) -> None:
         self.console.print(escape(text), soft_wrap=True)
@@ -300,6 +319,11 @@ class Report:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    known = [score for score in scores if score is not None]
+    return sum(known) / len(known) if len(known) == len(scores) else None
 
 
 def evaluation_scores(metrics: Metrics) -> dict[str, float]:

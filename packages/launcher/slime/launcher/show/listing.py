@@ -24,7 +24,7 @@ COLOURS = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yell
 
 def described(run: RunFiles) -> dict[str, Any]:
     """Describes one run as `slime runs --json` prints it."""
-    state, steps = run.state, run.steps()
+    state, steps, scores = run.state, run.steps(), run.scores()
     started = run.started()
     # The clock may have been set back since, or be that of another machine.
     seconds = None if started is None or (since := time.time() - started) < 0 else since
@@ -32,7 +32,7 @@ def described(run: RunFiles) -> dict[str, Any]:
         "run": str(run.path), "name": run.name, "state": state.state, "phase": state.phase, "error": state.error,
         "model": run.model, "steps": steps[-1]["step"] + 1 if steps else 0,
         "num_steps": state.num_steps or run.settings.get("num_rollout"), "reward": run.reward(),
-        "scores": {name: {"first": points[0][1], "last": points[-1][1]} for name, points in run.scores().items()},
+        "scores": {name: dict(zip(("first", "last"), _ends(points), strict=True)) for name, points in scores.items()},
         "started": started, "age_seconds": seconds,
     }  # fmt: skip
 
@@ -41,9 +41,7 @@ def listing(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("run", "state", "steps", "reward", "scores", "age", "model", box=None, pad_edge=False)
     for row in rows:
         total = f"/{row['num_steps']}" if row["num_steps"] else ""
-        scores = ", ".join(
-            f"{name} {score['first']:.3f} → {score['last']:.3f}" for name, score in row["scores"].items()
-        )
+        scores = ", ".join(f"{name} {_arrow('.3f', **score)}" for name, score in row["scores"].items())
         state = row["state"]
         table.add_row(
             printable(row["name"]), Text(printable(state), style=COLOURS.get(state, "default")),
@@ -83,7 +81,7 @@ def comparison(answer: dict[str, Any]) -> list[Table]:
     if answer["scores"]:
         scores = Table("set", *names, title="Evaluation, first → last", title_justify="left", box=None, pad_edge=False)
         for name, pairs in answer["scores"].items():
-            scores.add_row(printable(name), *("-" if p is None else f"{shown(p[0])} → {shown(p[1])}" for p in pairs))
+            scores.add_row(printable(name), *("-" if pair is None else _arrow(".4g", *pair) for pair in pairs))
         tables.append(scores)
     return tables
 
@@ -106,6 +104,15 @@ def _end(run: RunFiles, key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _score(run: RunFiles, name: str) -> list[float] | None:
+def _score(run: RunFiles, name: str) -> tuple[float | None, float] | None:
     points = run.scores().get(name)
-    return None if points is None else [points[0][1], points[-1][1]]
+    return None if points is None else _ends(points)
+
+
+def _ends(points: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
+    """Returns the first and the last score; no first one of a single evaluation, which shows no change."""
+    return points[0][1] if len(points) > 1 else None, points[-1][1]
+
+
+def _arrow(form: str, first: float | None, last: float) -> str:
+    return f"{last:{form}}" if first is None else f"{first:{form}} → {last:{form}}"

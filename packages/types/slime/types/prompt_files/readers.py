@@ -117,8 +117,25 @@ def read_csv(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 if cells:
                     yield f"line {line}", dict(zip(names, cells, strict=True))
                 line = rows.line_num + 1
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
         raise InvalidFile(f"{path}, line {line}: not CSV: {error}", value=path, expected="CSV in UTF-8") from None
+    except UnicodeDecodeError as error:
+        # The file is decoded in blocks, and this one may begin lines after the last row.
+        line, byte = _first_undecodable(path) or (line, error.object[error.start])
+        raise InvalidFile(
+            f"{path}, line {line}: not UTF-8: byte 0x{byte:02x}", value=path, expected="CSV in UTF-8"
+        ) from None
+
+
+def _first_undecodable(path: str) -> tuple[int, int] | None:
+    """Returns the line, from 1, and the byte at which a file is not UTF-8."""
+    with open(path, "rb") as file:
+        for line, text in enumerate(file, start=1):
+            try:
+                text.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return line, text[error.start]
+    return None
 
 
 def read_parquet(path: str, package: str = BUFFER) -> Iterator[tuple[str, dict[str, Any]]]:
