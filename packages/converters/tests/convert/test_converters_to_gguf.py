@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -180,6 +182,42 @@ def test_models_that_would_come_out_wrong_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidFile, match="tokenizer.json"):
         convert(source, target)
     assert not target.exists() and not list(tmp_path.glob(".m.gguf*"))
+
+
+def without(weights: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {each: tensor for each, tensor in weights.items() if each != name}
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "problem"),
+    [
+        ({}, lambda w: without(w, "model.layers.0.self_attn.q_proj.weight"), "1 missing: .*0.self_attn.q_proj.weight$"),
+        ({}, lambda w: w | {"zzz": torch.ones(1)}, "1 unexpected: zzz$"),
+        ({}, lambda w: w | {"model.norm.weight": torch.ones(31)}, r"1 of another shape: model.norm.weight \[31\]"),
+        ({}, lambda w: w | {"model.norm.weight": torch.ones(32, dtype=torch.int64)}, "1 not of a floating-point type"),
+        ({"num_hidden_layers": 3}, lambda w: w, "12 missing: model.layers.2"),
+        ({"vocab_size": 999}, lambda w: w, "2 of another shape"),
+    ],
+    ids=["missing", "unexpected", "shape", "integers", "layers", "vocabulary"],
+)
+def test_weights_of_another_model_than_the_config_says_are_refused(
+    config: dict[str, int], weights: Callable[..., dict[str, torch.Tensor]], problem: str, tmp_path: Path
+) -> None:
+    source, target = write_model(tmp_path / "hf", "qwen2"), tmp_path / "m.gguf"
+    change(source / "config.json", **config)
+    file = source / "model.safetensors"
+    save_file(weights(load_file(file)), file)
+    with pytest.raises(InvalidFile, match=f"its tensors are not those of the model in config.json: {problem}"):
+        convert(source, target)
+    assert not target.exists()
+
+
+def test_a_gguf_whose_tokenizer_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3")
+    write_character_tokenizer(source, "0123456789")
+    target = convert(source, tmp_path / "m.gguf")
+    with pytest.raises(InvalidFile, match="m.gguf: its tokenizer cannot be read"):
+        gguf_to_hf.convert(target, tmp_path / "back")
 
 
 def test_a_place_that_takes_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,12 @@ def test_an_answer_of_another_length_and_wrong_weights_are_refused() -> None:
             return [1.0]
 
         score(trl_reward(short), [Sample(prompt="a"), Sample(prompt="a")])
+    with pytest.raises(InvalidField, match="text returned '11', expected a list of 2"):
+
+        def text(**kwargs: Any) -> str:
+            return "11"
+
+        score(trl_reward(text), [Sample(prompt="a"), Sample(prompt="a")])
     with pytest.raises(InvalidField, match="weights"):
         trl_reward(exact, weights=[1.0, 2.0])
 

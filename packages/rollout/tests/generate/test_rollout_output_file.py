@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +17,7 @@ from rollout_fakes import FakeEngine
 from slime.rollout.cli import main
 from slime.rollout.generate.output_file import FORMAT, KeptGroups, check_output, write_samples
 from slime.types import Sample
-from slime.types.errors import InvalidSetting
+from slime.types.errors import InvalidField, InvalidSetting, OutOfSpace
 
 # Scores "12>" at once. "34>" waits until the first is kept, and fails once.
 REWARD = """
@@ -93,6 +96,73 @@ def test_a_line_that_was_cut_off_is_answered_again(tmp_path: Path) -> None:
     assert [json.loads(line)["tokens"] for line in output.read_text().splitlines()] == [[1, 2, 0], [1, 2, 1]]
 
 
+def damaged(group: dict[str, Any], change: str) -> dict[str, Any]:
+    first = group["samples"][0]
+    changed = {
+        "another prompt": {"prompt": 7}, "text": {"prompt": "1"}, "no samples": {"samples": []},
+        "a field of another name": {"samples": [{"toks" if n == "tokens" else n: v for n, v in first.items()}]},
+    }  # fmt: skip
+    return group | changed[change]
+
+
+@pytest.mark.parametrize("change", ["another prompt", "text", "no samples", "a field of another name"])
+def test_a_kept_group_that_cannot_be_of_this_command_is_refused(change: str, tmp_path: Path) -> None:
+    kept = KeptGroups(tmp_path / "out.jsonl", "a", total=2)
+    kept.add(1, samples(1))
+    kept.close()
+    header, line = kept.path.read_text().splitlines()
+    kept.path.write_text(f"{header}\n{json.dumps(damaged(json.loads(line), change))}\n")
+    with pytest.raises(InvalidSetting, match="requires --overwrite: .* or is damaged"):
+        KeptGroups(tmp_path / "out.jsonl", "a", total=2)
+
+
+def test_a_reward_that_was_edited_meanwhile_is_told_of_and_loses_no_answers(
+    checkpoint: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output, reward = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", tmp_path / "reward.py"
+    prompts.write_text("".join(json.dumps({"input": text}) + "\n" for text in ("12>", "34>")))
+    reward.write_text(REWARD.format(directory=str(tmp_path)))
+    flags = (
+        f"--hf-checkpoint {checkpoint} --prompts {prompts} --output {output} --custom-rm-path {reward}:reward "
+        f"--rollout-external-engine-addrs 127.0.0.1:{engine.port}"
+    ).split()
+    assert main(["generate", *flags]) == 1
+    reward.write_text(reward.read_text() + "# mended\n")
+    capsys.readouterr()
+    assert main(["generate", *flags]) == 0
+    warning = f"WARNING: 1 prompt was answered, in {output}.part, before --custom-rm-path {reward}:reward changed"
+    assert warning in capsys.readouterr().err
+
+
+def test_values_that_json_cannot_hold_are_named(tmp_path: Path) -> None:
+    kept = KeptGroups(tmp_path / "out.jsonl", "a")
+    with pytest.raises(InvalidField, match=r"a value of a sample: got \{1\}, expected text, numbers"):
+        kept.add(0, [Sample(metadata={"seen": {1}})])
+    kept.close()
+
+
+def test_a_full_disk_is_an_error_of_ours_also_when_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptGroups(tmp_path / "out.jsonl", "a")
+
+    class Full(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert kept._file is not None
+    kept._file.close()
+    monkeypatch.setattr(kept, "_file", Full())
+    with pytest.raises(OutOfSpace):
+        kept.add(0, samples(0))
+    with pytest.raises(OutOfSpace):
+        kept.close()
+
+
 def test_what_others_keep_beside_the_output_stays(tmp_path: Path) -> None:
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
     part.write_text("mine\n")
@@ -118,6 +188,20 @@ def test_samples_are_written_as_parquet(tmp_path: Path) -> None:
     assert rows[0]["tokens"] == [1, 2, 0] and np.allclose(rows[0]["rollout_log_probs"], [-0.5])
     assert json.loads(rows[1]["reward"]) == {"a": 1.0} and json.loads(rows[1]["metadata"]) == {"k": 1}
     assert json.loads(rows[2]["prompt"])[0]["content"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("labels", "as_they_are"),
+    [
+        ([True, 3], False), ([2**70, 1], False), ([2**53 + 1, 0.5], False), ([[1], [True]], False), (["a", 1], False),
+        ([[2**63], [1]], False), ([[1], [1.5]], True), ([True, None], True), ([1, 0.5], True), ([2**62, 1], True),
+    ],
+)  # fmt: skip
+def test_parquet_takes_labels_of_any_kinds(labels: list[Any], as_they_are: bool, tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write_samples(path, [Sample(label=label) for label in labels])
+    read = [row["label"] for row in pq.read_table(path).to_pylist()]
+    assert (read if as_they_are else [json.loads(value) for value in read]) == labels
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.json", "out.jsonl.gz", "out.txt"])

@@ -66,6 +66,7 @@ def test_data_sets_of_reasoning_gym_are_prompts(tmp_path: Path, monkeypatch: pyt
         ("p.jsonl", '{"input": ["hi"]}\n', InvalidFile, "line 1: 'input' must be chat messages: objects with a role"),
         ("p.jsonl", '{"input": [{"content": "hi"}]}\n', InvalidFile, "line 1: 'input' must be chat messages"),
         ("p.jsonl", '{"input": []}\n', InvalidFile, r"must be chat messages: objects with a role, got \[\]"),
+        ("p.jsonl", '{"input": "\\ud83d"}\n', InvalidFile, "line 1: 'input' must be text that UTF-8 can hold"),
         ("p.json", "{", InvalidFile, "--prompts.*p.json, line 1: not JSON"),
         ("p.jsonl", "\n", InvalidFile, "has no rows"),
         ("p.gz", "", InvalidSetting, "--prompts must be a file that ends in .jsonl, .jsonl.gz"),

@@ -41,8 +41,7 @@ MARK = "slime-files.json"
 OLDER_MARKS = ("trainer.json", "slime.json")
 EXPECTED = "a new or empty directory, or one that slime wrote"
 MAX_NAMES = 3  # foreign files that an error lists
-# Names that `_leftover_prefix` makes.
-_LEFTOVER = re.compile(r"\.(.+)\.(?:old|partial)-[0-9a-f]{8}-")
+_LEFTOVER = re.compile(r"\.(.+)\.(?:old|partial)-[0-9a-f]{8}-")  # names that `_leftover_prefix` makes
 # OSErrors that no path causes.
 _OTHER = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError, InterruptedError)
 
@@ -386,7 +385,8 @@ def path_errors(path: Path, field: str = "path") -> Iterator[None]:
 
 def write_error(error: OSError, path: Path, field: str = "path") -> SlimeError:
     """Returns the error to raise if `path` cannot be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    # numpy tells of a full disk in words alone: "8192 requested and 5824 written".
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
         return OutOfSpace(f"{_label(field)}no space left while writing {path}", field=field, value=str(path))
     if error.errno == errno.EFBIG:
         return OutOfSpace(

@@ -13,7 +13,7 @@ from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidFile
 from slime.types.models.vision import IMAGE
 from slime.types.sample.validate import check_finite
-from slime.types.wire.json_fields import SHALLOW, too_deep
+from slime.types.wire.json_fields import SHALLOW, is_utf8, too_deep
 
 
 @dataclass
@@ -111,16 +111,6 @@ def prompt_of_row(row: Mapping[str, Any], columns: Columns, *, path: str, where:
         except InvalidField as error:
             raise invalid(str(name), value, f"{error.expected}, got {error.value} at {error.field}") from None
     for name, value in ((columns.input, prompt), (columns.label, label)):
-        if not _is_utf8(value):
+        if not is_utf8(value):
             raise invalid(str(name), value, "text that UTF-8 can hold, without halves of surrogate pairs")
     return Prompt(prompt, label, metadata, images)
-
-
-def _is_utf8(value: Any) -> bool:
-    """Returns whether UTF-8 can hold the text in a JSON value; it cannot hold JSON's \\ud800."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -110,7 +110,10 @@ def _write_model(source: Path, target: Path, metadata: dict[str, Any], dtype: st
     where: dict[str, Any] = dict(pretrained_model_name_or_path=str(source.parent), gguf_file=source.name)
     config = AutoConfig.from_pretrained(**where)
     progress("reading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise _invalid(source, f"its tokenizer cannot be read: {error}") from error
     _set_special_tokens(tokenizer, metadata)
     # save_pretrained writes init_kwargs, not attributes.
     tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side = "left"

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.converters.families import config_json, read_config
+from slime.converters.families import config_json, find_family, read_config
 from slime.converters.files.safetensors_dir import SafetensorsDir, disk_errors
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, counted, errors_name
 from slime.types.files import check_own_file, no_directory
@@ -68,7 +68,7 @@ def convert(
         for key in REQUIRED:
             config_json.required(config, key)
         tokenizer = _tokenizer(source)
-        weights = SafetensorsDir(source)
+        weights = _checked_weights(source, config)
 
     import gguf
 
@@ -94,6 +94,16 @@ def convert(
         os.replace(partial, target)
     progress(f"wrote {target}")
     return target
+
+
+def _checked_weights(source: Path, config: Mapping[str, Any]) -> SafetensorsDir:
+    """Returns the weights, if they are all of the model in config.json. Raises MissingFile, InvalidFile."""
+    # Imports torch, which the checks before need not wait for.
+    from slime.converters.convert.hf_source import HfSource
+
+    family, held = find_family(config), HfSource(source, config)
+    held.check(family.parameters(config), family.ignored(config))
+    return held.weights
 
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, bool]:

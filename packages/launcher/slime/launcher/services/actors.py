@@ -146,9 +146,11 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Ray has replaced sys.stdout and sys.stderr of its workers; write to the file descriptors again.
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    # Ray has replaced sys.stdout and sys.stderr of its workers; write to the file descriptors again. A model's text may
+    # hold what no encoding has, and an error that cannot be logged would take the place of its cause.
+    sys.stdout, sys.stderr = (
+        os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for number in (1, 2)
+    )
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -67,9 +67,10 @@ async def _rewards(function: Callable[..., Any], arguments: dict[str, list[Any]]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
     rewards = await maybe_await(function, **arguments)
-    if not isinstance(rewards, Sequence) or len(rewards) != count:
+    is_list = isinstance(rewards, Sequence) and not isinstance(rewards, str)
+    if not is_list or len(rewards) != count:
         name = getattr(function, "__name__", repr(function))
-        got = counted(len(rewards), "reward") if isinstance(rewards, Sequence) else repr(rewards)[:80]
+        got = counted(len(rewards), "reward") if is_list else repr(rewards)[:80]
         raise InvalidField("reward", got, f"{count} rewards", f"{name} returned {got}, expected a list of {count}")
     return list(rewards)
 

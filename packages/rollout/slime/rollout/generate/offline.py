@@ -27,6 +27,7 @@ from slime.types.files import check_readable, hub_hint
 from slime.types.prompt_files.readers import READERS, read_jsonl, reader_of
 from slime.types.prompt_files.slices import split_slice
 from slime.types.settings import spelled
+from slime.types.wire.json_fields import is_utf8
 
 PROMPTS = "--prompts"
 PACKAGE = "slime-rollout"
@@ -114,8 +115,17 @@ def generate_file(
     rows = read_prompts(prompts, input_key, label_key, metadata_key)
     if settings.apply_chat_template or any(isinstance(row["prompt"], list) for row in rows):
         _check_template(settings, prompts)
-    kept = KeptGroups(output, _identity(settings, rows, server), overwrite=overwrite)
+    kept = KeptGroups(
+        output, _identity(settings, rows, server), total=len(rows), sources=_sources(settings), overwrite=overwrite
+    )
     try:
+        if kept.groups and kept.changed:
+            answered = f"{counted(len(kept.groups), 'prompt was', 'prompts were')} answered, in {kept.path}"
+            print(
+                f"WARNING: {answered}, before {', '.join(kept.changed)} changed: those answers and their rewards stay; "
+                "--overwrite makes all anew",
+                file=sys.stderr,
+            )
         return _generate(settings, rows, kept, server)
     except BaseException:
         if kept.groups and kept.path.exists():
@@ -131,6 +141,20 @@ def _identity(settings: RolloutSettings, rows: list[dict[str, Any]], server: Ope
     if server is not None:
         asked["openai_model"] = server.model
     return hashlib.sha256(json.dumps([asked, rows], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _sources(settings: RolloutSettings) -> dict[str, str]:
+    """Returns a fingerprint of each file and model that a setting names: they may change under the same name."""
+    found = {}
+    for name in ("custom_rm_path", "custom_generate_function_path"):
+        file = Path((getattr(settings, name) or "").rpartition(".py")[0] + ".py")
+        if file.is_file():
+            found[spelled(settings, name)] = hashlib.sha256(file.read_bytes()).hexdigest()
+    weights = sorted(Path(settings.hf_checkpoint).glob("*.safetensors"))
+    if weights:
+        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+        found[spelled(settings, "hf_checkpoint")] = hashlib.sha256(repr(states).encode()).hexdigest()
+    return found
 
 
 def _generate(
@@ -239,6 +263,11 @@ def _fields(row: dict[str, Any], where: str, input_key: str, label_key: str, met
     prompt = row[input_key]
     if isinstance(prompt, list) and not (prompt and all(isinstance(each, dict) and "role" in each for each in prompt)):
         raise InvalidFile.must_be(f"{where}: {input_key!r}", "chat messages: objects with a role", got=prompt)
+    for key in (input_key, label_key):
+        if not is_utf8(row.get(key)):
+            raise InvalidFile.must_be(
+                f"{where}: {key!r}", "text that UTF-8 can hold, without halves of surrogate pairs", got=row[key]
+            )
     metadata = row.get(metadata_key) or {}
     if not isinstance(metadata, dict):
         raise InvalidFile.must_be(f"{where}: {metadata_key!r}", "an object (--metadata-key)", got=metadata)

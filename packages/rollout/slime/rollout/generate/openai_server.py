@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.rollout.chat.template import check_text
 from slime.rollout.engines.http import EngineHTTP
 from slime.rollout.engines.keys import read_key
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
-from slime.types.errors import EngineError, InvalidSetting, SlimeError, Unauthenticated
+from slime.types.errors import EngineError, InvalidField, InvalidSetting, SlimeError, Unauthenticated
 
 FLAG = "--openai-url"
 KEY_FLAG = "--openai-api-key-file"
@@ -80,7 +81,7 @@ class OpenAIServer(EngineHTTP):
         self._model = address.model
 
     async def generate(self, args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-        """Generates the response of `sample`, as text, in place. Raises what `EngineHTTP` raises."""
+        """Generates the response of `sample`, as text, in place. Raises what `EngineHTTP` raises, naming the prompt."""
         body: dict[str, Any] = {
             "model": self._model, "temperature": sampling_params["temperature"], "top_p": sampling_params["top_p"],
             "max_tokens": sampling_params["max_new_tokens"],
@@ -90,13 +91,16 @@ class OpenAIServer(EngineHTTP):
         if sampling_params.get("top_k", -1) > 0:
             body["top_k"] = sampling_params["top_k"]
         messages = getattr(sample, "prompt_messages", None) or sample.prompt
-        if isinstance(messages, str):
-            answer = await self._patiently("/completions", body | {"prompt": messages})
-        else:
-            if args.apply_chat_template_kwargs:
-                body["chat_template_kwargs"] = args.apply_chat_template_kwargs
-            answer = await self._patiently("/chat/completions", body | {"messages": messages})
-        sample.response, finished = _answer(answer)
+        if not isinstance(messages, str) and args.apply_chat_template_kwargs:
+            body["chat_template_kwargs"] = args.apply_chat_template_kwargs
+        path, asked = ("/completions", "prompt") if isinstance(messages, str) else ("/chat/completions", "messages")
+        try:
+            sample.response, finished = _answer(await self._patiently(path, body | {asked: messages}))
+        except SlimeError as error:
+            raise error.restore(
+                f"prompt {sample.group_index}, counted from 0: {error.message}",
+                field=error.field, value=error.value, expected=error.expected,
+            ) from error  # fmt: skip
         sample.status = Sample.Status.TRUNCATED if finished == "length" else Sample.Status.COMPLETED
         return sample
 
@@ -128,7 +132,12 @@ def _answer(answer: Any) -> tuple[str, Any]:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         if not isinstance(text, str | None):
             raise TypeError
+        check_text(text or "", FLAG)
         return text or "", choice.get("finish_reason")
+    except InvalidField as error:
+        raise EngineError(
+            f"{FLAG}: the server answered with text that is not Unicode ({error.value})", field=FLAG
+        ) from None
     except (KeyError, IndexError, TypeError, AttributeError):
         raise EngineError(
             f"{FLAG}: the server answered without choices[0].message.content: {str(answer)[:200]}", field=FLAG

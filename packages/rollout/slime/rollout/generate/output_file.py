@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from slime.types import Sample
 from slime.types.directories import path_errors
-from slime.types.errors import InvalidSetting, NotAvailable, SlimeError, counted
+from slime.types.errors import InvalidField, InvalidSetting, NotAvailable, SlimeError, counted
 from slime.types.files import whole_file
 
 PARQUET = ".parquet"
@@ -25,6 +26,7 @@ PARQUET = ".parquet"
 ENDINGS = (".jsonl", PARQUET)
 FORMAT = "unfinished output of slime-rollout generate"
 SECONDS_BETWEEN_LINES = 30.0
+INT64, EXACT_IN_FLOAT64 = 2**63 - 1, 2**53
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -49,12 +51,24 @@ class KeptGroups:
     """Complete groups by the number of their prompt. Thread-safe.
 
     They are kept in OUTPUT.part, a line each, from which the same command goes on after it was ended. identity: of what
-    was asked; a file of other prompts or settings is refused. A pipe or a device has no such file beside it.
+    was asked; a file of other prompts or settings is refused. total: the number of prompts. sources: what stood behind
+    settings that name files, by setting; `changed` has those behind which something else stood when the groups that are
+    there were made. A pipe or a device has no such file beside it.
     Raises InvalidSetting, also while another process writes to the same output.
     """
 
-    def __init__(self, output: Path, identity: str, *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        output: Path,
+        identity: str,
+        *,
+        total: int = sys.maxsize,
+        sources: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+    ) -> None:
         self.groups: dict[int, list[Sample]] = {}
+        self.changed: list[str] = []
+        self._total, self._sources = total, dict(sources or {})
         self.path = output.with_name(f"{output.name}.part")
         self._output = output
         self._lock = threading.Lock()
@@ -99,7 +113,8 @@ class KeptGroups:
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(json.dumps({"format": FORMAT, "identity": identity}).encode() + b"\n")
+        header = {"format": FORMAT, "identity": identity, "sources": self._sources}
+        self._file.write(json.dumps(header).encode() + b"\n")
         self._file.flush()
 
     def _read(self, identity: str) -> bool:
@@ -113,22 +128,27 @@ class KeptGroups:
                 found = json.loads(line)
                 if number == 0:
                     same = found["identity"] == identity
+                    before = found.get("sources", {})
+                    self.changed = [name for name in before if before[name] != self._sources.get(name)]
                 else:
-                    self.groups[found["prompt"]] = [Sample.from_dict(sample) for sample in found["samples"]]
+                    self.groups[self._number(found["prompt"])] = _group(found["samples"])
             except (ValueError, KeyError, TypeError, SlimeError):
                 same = False
             if not same:
-                raise InvalidSetting.requires(
-                    f"--output {self._output}", "--overwrite",
-                    f"{self.path} holds answers to other prompts, or with other settings",
-                )  # fmt: skip
+                what = f"holds answers to other prompts, or with other settings{', or is damaged' if number else ''}"
+                raise InvalidSetting.requires(f"--output {self._output}", "--overwrite", f"{self.path} {what}")
             end += len(line)
         self._file.seek(end)
         self._file.truncate()
         return end > 0
 
+    def _number(self, prompt: Any) -> int:
+        if type(prompt) is not int or not 0 <= prompt < self._total:
+            raise ValueError(prompt)
+        return prompt
+
     def add(self, prompt: int, samples: list[Sample]) -> None:
-        """Keeps a group. Raises OutOfSpace."""
+        """Keeps a group. Raises OutOfSpace, and InvalidField for values of a plug-in that JSON cannot hold."""
         with self._lock:
             self.groups[prompt] = samples
             if self._file is not None:
@@ -147,9 +167,21 @@ class KeptGroups:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            # After a full disk, what was not written yet is tried once more here.
+            with path_errors(self.path, "--output"):
+                self._file.close()
             if not self.groups:
                 self.path.unlink(missing_ok=True)
+
+
+def _group(samples: Any) -> list[Sample]:
+    """Returns the samples of a kept group. Raises what fields of other types raise."""
+    group = [Sample.from_dict(sample) for sample in samples]
+    for sample in group:
+        sample.validate()
+    if not group:
+        raise ValueError("a group without samples")
+    return group
 
 
 class ProgressLine:
@@ -203,11 +235,21 @@ def _write_parquet(path: Path, samples: list[Sample]) -> None:
 def _column(values: Iterable[Any]) -> list[Any]:
     plain = [value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value for value in values]
     given = [value for value in plain if value is not None]
-    if all(isinstance(value, str) for value in given) or all(isinstance(value, (bool, int, float)) for value in given):
+    if all(isinstance(value, str) for value in given) or _are_of_one_kind(given):
         return plain
-    if all(isinstance(value, list) and all(isinstance(each, (int, float)) for each in value) for value in given):
+    if all(isinstance(value, list) for value in given) and _are_of_one_kind(list(itertools.chain(*given))):
         return plain
     return [None if value is None else json.dumps(value, default=_plain) for value in plain]
+
+
+def _are_of_one_kind(values: Sequence[Any]) -> bool:
+    """Returns whether a column of Parquet holds all values as they are: truth values, or numbers that one type has."""
+    kinds = set(map(type, values))
+    if kinds <= {bool}:
+        return True
+    whole = [value for value in values if type(value) is int] if int in kinds else [0]
+    largest = INT64 if kinds == {int} else EXACT_IN_FLOAT64
+    return kinds <= {int, float} and -largest <= min(whole) and max(whole) <= largest
 
 
 def _plain(value: Any) -> Any:
@@ -215,4 +257,4 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} in a sample cannot be written as JSON")
+    raise InvalidField("a value of a sample", value, "text, numbers, lists and objects, which JSON can hold")

@@ -79,3 +79,13 @@ def too_deep(value: Any, *, outer_levels: int = 0) -> bool:
 
 def _items(tree: Any) -> Iterable[Any]:
     return tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+
+
+def is_utf8(value: Any) -> bool:
+    """Returns whether UTF-8 can hold the text in a JSON value; it cannot hold JSON's \\ud800."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
