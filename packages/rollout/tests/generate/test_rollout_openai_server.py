@@ -154,14 +154,15 @@ def test_an_answer_of_another_form_is_told(
     assert "answered without choices[0].message.content" in capsys.readouterr().err
 
 
-def test_half_of_a_surrogate_pair_is_told_with_its_prompt(
-    generate: Generate, server: TextServer, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("answer", "told"), [("\ud83d", "text that is not Unicode"), ("1" * 8193, "8,193 characters for 8 tokens")]
+)
+def test_text_that_is_no_answer_is_told_with_its_prompt(
+    generate: Generate, server: TextServer, answer: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answer = lambda text: {"choices": [{"text": "\ud83d" if text == "543" else text}]}
+    server.answer = lambda text: {"choices": [{"text": answer if text == "543" else text}]}
     assert generate()[0] == 1
-    assert "prompt 1, counted from 0: --openai-url: the server answered with text that is not Unicode" in (
-        capsys.readouterr().err
-    )
+    assert f"prompt 1, counted from 0: --openai-url: the server answered with {told}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.rollout.chat.template import check_text
 from slime.rollout.engines.http import EngineHTTP
 from slime.rollout.engines.keys import read_key
 from slime.rollout.settings.plugin_args import RolloutArgs
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
-from slime.types.errors import EngineError, InvalidField, InvalidSetting, SlimeError, Unauthenticated
+from slime.types.errors import EngineError, InvalidSetting, SlimeError, Unauthenticated, counted
+from slime.types.wire.json_fields import is_utf8
 
 FLAG = "--openai-url"
 KEY_FLAG = "--openai-api-key-file"
@@ -27,6 +27,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 BUSY = (429, 500, 502, 503, 504)
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 ATTEMPTS = 8
+# Characters: vocabularies have tokens of 128 spaces, or of as many hyphens.
+LONGEST_TOKEN = 1024
 # Settings of engines, which a server of somebody else does not have, and of functions that generate in its place.
 ENGINE_SETTINGS = (
     "deterministic", "custom_generate_function_path", "custom_agent_path", "rollout_external_engine_addrs",
@@ -95,7 +97,8 @@ class OpenAIServer(EngineHTTP):
             body["chat_template_kwargs"] = args.apply_chat_template_kwargs
         path, asked = ("/completions", "prompt") if isinstance(messages, str) else ("/chat/completions", "messages")
         try:
-            sample.response, finished = _answer(await self._patiently(path, body | {asked: messages}))
+            answer = await self._patiently(path, body | {asked: messages})
+            sample.response, finished = _answer(answer, body["max_tokens"])
         except SlimeError as error:
             raise error.restore(
                 f"prompt {sample.group_index}, counted from 0: {error.message}",
@@ -125,20 +128,22 @@ class OpenAIServer(EngineHTTP):
         return EngineError(str(error), field=FLAG, value=status) if status in BUSY else error
 
 
-def _answer(answer: Any) -> tuple[str, Any]:
-    """Returns (text, finish reason) of the first choice. Raises EngineError."""
+def _answer(answer: Any, max_tokens: int) -> tuple[str, Any]:
+    """Returns (text, finish reason) of the first choice. Raises EngineError, also for a text that cannot be one of
+    `max_tokens` tokens: a tokenizer takes minutes for 50 MB."""
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         if not isinstance(text, str | None):
             raise TypeError
-        check_text(text or "", FLAG)
-        return text or "", choice.get("finish_reason")
-    except InvalidField as error:
-        raise EngineError(
-            f"{FLAG}: the server answered with text that is not Unicode ({error.value})", field=FLAG
-        ) from None
+        text, finished = text or "", choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
         raise EngineError(
             f"{FLAG}: the server answered without choices[0].message.content: {str(answer)[:200]}", field=FLAG
         ) from None
+    if not is_utf8(text):
+        raise EngineError(f"{FLAG}: the server answered with text that is not Unicode", field=FLAG)
+    if len(text) > max_tokens * LONGEST_TOKEN:
+        told = f"{len(text):,} characters for {counted(max_tokens, 'token')}"
+        raise EngineError(f"{FLAG}: the server answered with {told}", field=FLAG)
+    return text, finished
