@@ -207,3 +207,9 @@ def test_short_values_are_shown_as_python_does(value: Any) -> None:
 @pytest.mark.parametrize(("value", "shown"), [("", "''"), (" \n", "' \\n'"), ("text", "text")])
 def test_a_field_without_visible_text_is_quoted(value: str, shown: str) -> None:
     assert errors.InvalidField("prompt", value, "text").message == f"prompt: got {shown}, expected text"
+
+
+def test_messages_do_not_control_a_terminal_and_can_always_be_printed() -> None:
+    error = errors.EngineError("server: \x1b]0;owned\x07\x9b31m\u202e half \ud83d\n\tä ok")
+    assert str(error) == error.message == "server: \\x1b]0;owned\\x07\\x9b31m\\u202e half \\ud83d\n\tä ok"
+    assert pickle.loads(pickle.dumps(error)).message == error.message

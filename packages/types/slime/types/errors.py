@@ -55,12 +55,21 @@ from typing import Any, ClassVar, Self
 SIMILAR = 0.66
 
 
+# But for tabs and line ends: characters that control a terminal, show text in another order than it is in, or that no
+# encoding has.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 class SlimeError(Exception):
-    """Base class; `status` is the name of the gRPC status code."""
+    """Base class; `status` is the name of the gRPC status code.
+
+    Messages show text of servers and files: what would control a terminal is escaped in them, as in Python.
+    """
 
     status: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str, *, field: str = "", value: object = "", expected: str = "") -> None:
+        message = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
         super().__init__(message)
         self.message = message
         self.field = field
