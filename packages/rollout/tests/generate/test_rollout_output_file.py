@@ -43,16 +43,22 @@ def samples(index: int) -> list[Sample]:
     return [Sample(index=index, group_index=index, metadata={"k": index}, status=Sample.Status.COMPLETED, **values)]
 
 
-def test_a_command_that_ended_early_goes_on_where_it_was(
-    checkpoint: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts, output, reward = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", tmp_path / "reward.py"
+def failing_once(checkpoint: Path, engine: FakeEngine, directory: Path) -> tuple[Path, Path, list[str]]:
+    """Returns the output, the file of REWARD and the flags of a command whose second prompt fails once."""
+    prompts, output, reward = directory / "prompts.jsonl", directory / "out.jsonl", directory / "reward.py"
     prompts.write_text("".join(json.dumps({"input": text}) + "\n" for text in ("12>", "34>")))
-    reward.write_text(REWARD.format(directory=str(tmp_path)))
+    reward.write_text(REWARD.format(directory=str(directory)))
     flags = (
         f"--hf-checkpoint {checkpoint} --prompts {prompts} --output {output} --custom-rm-path {reward}:reward "
         f"--rollout-external-engine-addrs 127.0.0.1:{engine.port}"
     ).split()
+    return output, reward, flags
+
+
+def test_a_command_that_ended_early_goes_on_where_it_was(
+    checkpoint: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, reward, flags = failing_once(checkpoint, engine, tmp_path)
     assert main(["generate", *flags]) == 1
     told = capsys.readouterr().err
     assert "reward.py:reward raised ValueError: no reward (reward.py, line " in told
@@ -119,13 +125,7 @@ def test_a_kept_group_that_cannot_be_of_this_command_is_refused(change: str, tmp
 def test_a_reward_that_was_edited_meanwhile_is_told_of_and_loses_no_answers(
     checkpoint: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts, output, reward = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", tmp_path / "reward.py"
-    prompts.write_text("".join(json.dumps({"input": text}) + "\n" for text in ("12>", "34>")))
-    reward.write_text(REWARD.format(directory=str(tmp_path)))
-    flags = (
-        f"--hf-checkpoint {checkpoint} --prompts {prompts} --output {output} --custom-rm-path {reward}:reward "
-        f"--rollout-external-engine-addrs 127.0.0.1:{engine.port}"
-    ).split()
+    output, reward, flags = failing_once(checkpoint, engine, tmp_path)
     assert main(["generate", *flags]) == 1
     reward.write_text(reward.read_text() + "# mended\n")
     capsys.readouterr()
