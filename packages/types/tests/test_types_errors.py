@@ -212,4 +212,6 @@ def test_a_field_without_visible_text_is_quoted(value: str, shown: str) -> None:
 def test_messages_do_not_control_a_terminal_and_can_always_be_printed() -> None:
     error = errors.EngineError("server: \x1b]0;owned\x07\x9b31m\u202e half \ud83d\n\tä ok")
     assert str(error) == error.message == "server: \\x1b]0;owned\\x07\\x9b31m\\u202e half \\ud83d\n\tä ok"
-    assert pickle.loads(pickle.dumps(error)).message == error.message
+    assert errors.EngineError.restore(error.message).message == error.message, (
+        "escaped once, wherever it is raised again"
+    )

@@ -323,3 +323,15 @@ def test_checking_a_place_leaves_nothing_there(words: list[str], tmp_path: Path)
         [*words, "--save-hf", str(tmp_path / "models" / "{rollout_id}"), "--buffer-dir", str(tmp_path / "b")]
     )
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ctrl_c_while_trackers_are_imported_leaves_no_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slime.launcher.metrics.sinks.registry.open_sinks", interrupted)
+    monkeypatch.setattr("slime.launcher.doctor.preflight.check_start", lambda config: [])
+    assert cli.main(["train", *words]) == 130
+    assert not (tmp_path / "out").exists()

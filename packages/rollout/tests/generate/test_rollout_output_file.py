@@ -15,7 +15,9 @@ import pytest
 from rollout_fakes import FakeEngine
 
 from slime.rollout.cli import main
+from slime.rollout.generate import offline
 from slime.rollout.generate.output_file import FORMAT, KeptGroups, check_output, write_samples
+from slime.rollout.settings.rollout import RolloutSettings
 from slime.types import Sample
 from slime.types.errors import InvalidField, InvalidSetting, OutOfSpace
 
@@ -219,3 +221,14 @@ def test_known_endings_in_capitals_and_names_without_one_are_accepted(name: str,
     pipe = tmp_path / "pipe.txt"
     os.mkfifo(pipe)
     check_output(pipe, overwrite=False)
+
+
+def test_the_file_of_a_function_is_found_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_scores.py").write_text("def exact(args, sample, **kwargs):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [
+        offline._sources(RolloutSettings(hf_checkpoint=str(tmp_path), custom_rm_path=path))
+        for path in (f"{tmp_path}/own_scores.py:exact", "own_scores.exact")
+    ]
+    assert [len(each) for each in found] == [1, 1]
+    assert list(found[0].values()) == list(found[1].values())

@@ -386,7 +386,7 @@ def path_errors(path: Path, field: str = "path") -> Iterator[None]:
 def write_error(error: OSError, path: Path, field: str = "path") -> SlimeError:
     """Returns the error to raise if `path` cannot be written."""
     # numpy tells of a full disk in words alone: "8192 requested and 5824 written".
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and " requested and " in str(error)):
         return OutOfSpace(f"{_label(field)}no space left while writing {path}", field=field, value=str(path))
     if error.errno == errno.EFBIG:
         return OutOfSpace(

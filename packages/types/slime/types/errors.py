@@ -55,15 +55,14 @@ from typing import Any, ClassVar, Self
 SIMILAR = 0.66
 
 
-# But for tabs and line ends: characters that control a terminal, show text in another order than it is in, or that no
-# encoding has.
+# Characters that control a terminal (but for tabs and line ends), that reorder text, or that UTF-8 cannot encode.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class SlimeError(Exception):
     """Base class; `status` is the name of the gRPC status code.
 
-    Messages show text of servers and files: what would control a terminal is escaped in them, as in Python.
+    Messages quote servers and files, so characters that would control a terminal are escaped, as in Python.
     """
 
     status: ClassVar[str] = "INTERNAL"

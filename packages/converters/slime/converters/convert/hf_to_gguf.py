@@ -97,7 +97,7 @@ def convert(
 
 
 def _checked_weights(source: Path, config: Mapping[str, Any]) -> SafetensorsDir:
-    """Returns the weights, if they are all of the model in config.json. Raises MissingFile, InvalidFile."""
+    """Returns the weights, whose names, shapes and dtypes fit config.json. Raises MissingFile, InvalidFile."""
     # Imports torch, which the checks before need not wait for.
     from slime.converters.convert.hf_source import HfSource
 

@@ -39,13 +39,15 @@ class Inputs:
 
     @contextlib.contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Removes the output directory on an error if it is new: a run that is refused leaves nothing."""
+        """Removes the inputs on an error, and their directory if it is empty then; not if it was there before."""
         is_new = not self.directory.parent.exists()
         try:
             yield
         except BaseException:
             if is_new:
-                shutil.rmtree(self.directory.parent, ignore_errors=True)
+                shutil.rmtree(self.directory, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self.directory.parent.rmdir()
             raise
 
     def write(self, name: str, text: str, argument: str) -> Path:

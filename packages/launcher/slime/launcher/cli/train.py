@@ -88,7 +88,7 @@ def run_train(
                     tracked = TrackedRun(
                         name=str(settings.run_name), output_dir=output_dir, config=shown_settings(config.flat)
                     )
-                    # Takes seconds: without a record, a run that is interrupted meanwhile has not begun.
+                    # Before the record: importing trackers takes seconds, and Ctrl-C meanwhile must leave no run.
                     sinks = open_sinks(settings, tracked, config.tensorboard_dir, required=not resumes(config))
                     if settings.num_rollout != 0 or not (output_dir / SETTINGS).exists():
                         write_record(output_dir, config, ["slime", command, *argv])

@@ -26,7 +26,7 @@ from slime.types import Sample
 from slime.types.errors import SlimeError, counted
 from slime.types.files import write_whole
 
-# Counts of prompts whose groups a run rejects, which is said once.
+# Metrics that count rejected prompts; the first rejection is printed.
 LEFT_OUT = ("rollout/prompt_too_long", "rollout/prompt_unusable")
 COLUMNS = (
     # heading, key, format
@@ -78,7 +78,7 @@ class Report:
         self._num_steps = num_steps or 0
         self._first_step = 0
         self._trains = True
-        self._tells_of_prompts = False
+        self._warned_of_prompts = False
         self._status: Status | None = None
         self._rewards: dict[int, float] = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
@@ -142,7 +142,7 @@ class Report:
             self._state.phase("started", num_steps=self._num_steps)
         resumed = f", from step {first_step}" if first_step else ""
         size = "no trainer" if num_parameters is None else f"{num_parameters / 1e6:,.2f} M parameters"
-        plan = f"{size}, {counted(self._num_steps, 'step')}{resumed}" if self._num_steps else "evaluation alone"
+        plan = f"{size}, {counted(self._num_steps, 'step')}{resumed}" if self._num_steps else "evaluation only"
         self._print(f"{plan}; files in {self.output_dir}, tokens in its access/")
         # A run that only evaluates appends to the metrics of the earlier run.
         written_from = first_step if self._num_steps > 0 else None
@@ -228,10 +228,10 @@ class Report:
             self._print("  ".join(f"{form.format(row[key]) if key in row else '-':>10}" for _, key, form in COLUMNS))
         reasons = self.output_dir / "logs" / "rollout.log"
         left_out = {name: int(metrics.get(name, 0)) for name in LEFT_OUT}
-        if any(left_out.values()) and not self._tells_of_prompts:
-            self._tells_of_prompts = True
-            told = ", ".join(f"{name} {count}" for name, count in left_out.items() if count)
-            self._print(f"WARNING: step {step} left out prompts ({told}); the reasons are in {reasons}")
+        if any(left_out.values()) and not self._warned_of_prompts:
+            self._warned_of_prompts = True
+            counts = ", ".join(f"{name} {count}" for name, count in left_out.items() if count)
+            self._print(f"WARNING: step {step} left out prompts ({counts}); the reasons are in {reasons}")
         if metrics.get("rollout/failed_ratio") == 1:
             self._print(f"step {step}: every sample failed, so nothing was trained on; the reasons are in {reasons}")
         elif warning := self.watch.look(step, metrics, samples, self.output_dir):
@@ -309,7 +309,7 @@ class Report:
         return score if step <= min([self._first_step, *self._rewards]) else None
 
     def _after(self, step: int) -> str:
-        """Says after how many steps of this run; nothing of a model that it takes as it is, and does not train."""
+        """Returns ` after N steps`; nothing where the run only evaluates a model, whose steps it does not know."""
         return f" after {counted(step, 'step')}" if step or self._num_steps else ""
 
     def _print(self, text: str) -> None:

@@ -146,8 +146,8 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Ray has replaced sys.stdout and sys.stderr of its workers; write to the file descriptors again. A model's text may
-    # hold what no encoding has, and an error that cannot be logged would take the place of its cause.
+    # Ray has replaced sys.stdout and sys.stderr of its workers; write to the file descriptors again. Text of models and
+    # data may hold surrogates, which UTF-8 cannot encode: logging it must not raise in place of what is logged.
     sys.stdout, sys.stderr = (
         os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for number in (1, 2)
     )

@@ -24,6 +24,7 @@ from slime.rollout.sources import MemorySource
 from slime.types import Sample
 from slime.types.errors import InvalidFile, InvalidSetting, MissingFile, counted, errors_name
 from slime.types.files import check_readable, hub_hint
+from slime.types.plugins import load_setting
 from slime.types.prompt_files.readers import READERS, read_jsonl, reader_of
 from slime.types.prompt_files.slices import split_slice
 from slime.types.settings import spelled
@@ -123,7 +124,7 @@ def generate_file(
             answered = f"{counted(len(kept.groups), 'prompt was', 'prompts were')} answered, in {kept.path}"
             print(
                 f"WARNING: {answered}, before {', '.join(kept.changed)} changed: those answers and their rewards stay; "
-                "--overwrite makes all anew",
+                "--overwrite answers all prompts again",
                 file=sys.stderr,
             )
         return _generate(settings, rows, kept, server)
@@ -144,12 +145,15 @@ def _identity(settings: RolloutSettings, rows: list[dict[str, Any]], server: Ope
 
 
 def _sources(settings: RolloutSettings) -> dict[str, str]:
-    """Returns a fingerprint of each file and model that a setting names: they may change under the same name."""
+    """Returns a fingerprint of each file and model that a setting names: they may change under the same name.
+
+    Raises PluginError for a function that cannot be loaded.
+    """
     found = {}
     for name in ("custom_rm_path", "custom_generate_function_path"):
-        file = Path((getattr(settings, name) or "").rpartition(".py")[0] + ".py")
-        if file.is_file():
-            found[spelled(settings, name)] = hashlib.sha256(file.read_bytes()).hexdigest()
+        module = sys.modules.get(getattr(load_setting(settings, name), "__module__", ""))
+        if file := getattr(module, "__file__", None):
+            found[spelled(settings, name)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     weights = sorted(Path(settings.hf_checkpoint).glob("*.safetensors"))
     if weights:
         states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]

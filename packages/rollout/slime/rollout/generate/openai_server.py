@@ -144,6 +144,6 @@ def _answer(answer: Any, max_tokens: int) -> tuple[str, Any]:
     if not is_utf8(text):
         raise EngineError(f"{FLAG}: the server answered with text that is not Unicode", field=FLAG)
     if len(text) > max_tokens * LONGEST_TOKEN:
-        told = f"{len(text):,} characters for {counted(max_tokens, 'token')}"
-        raise EngineError(f"{FLAG}: the server answered with {told}", field=FLAG)
+        size = f"{len(text):,} characters for {counted(max_tokens, 'token')}"
+        raise EngineError(f"{FLAG}: the server answered with {size}", field=FLAG)
     return text, finished

@@ -51,9 +51,9 @@ class KeptGroups:
     """Complete groups by the number of their prompt. Thread-safe.
 
     They are kept in OUTPUT.part, a line each, from which the same command goes on after it was ended. identity: of what
-    was asked; a file of other prompts or settings is refused. total: the number of prompts. sources: what stood behind
-    settings that name files, by setting; `changed` has those behind which something else stood when the groups that are
-    there were made. A pipe or a device has no such file beside it.
+    was asked; a file of other prompts or settings is refused. total: the number of prompts. sources: fingerprints of
+    the files and the model that settings name, by setting; `changed` lists the settings whose files have changed since
+    the first group was kept. A pipe or a device has no such file beside it.
     Raises InvalidSetting, also while another process writes to the same output.
     """
 
@@ -175,7 +175,7 @@ class KeptGroups:
 
 
 def _group(samples: Any) -> list[Sample]:
-    """Returns the samples of a kept group. Raises what fields of other types raise."""
+    """Returns the samples of a kept group. Raises InvalidField, ValueError or TypeError where they are not whole."""
     group = [Sample.from_dict(sample) for sample in samples]
     for sample in group:
         sample.validate()
@@ -243,7 +243,7 @@ def _column(values: Iterable[Any]) -> list[Any]:
 
 
 def _are_of_one_kind(values: Sequence[Any]) -> bool:
-    """Returns whether a column of Parquet holds all values as they are: truth values, or numbers that one type has."""
+    """Returns whether one type of a Parquet column holds all values exactly: booleans, int64 or float64."""
     kinds = set(map(type, values))
     if kinds <= {bool}:
         return True
