@@ -15,6 +15,7 @@ from trainer_tiny import Runner, make_samples, make_settings, prefixes_of, turn_
 from slime.trainer.backends.base import Outputs
 from slime.trainer.batching.packing import PackedBatch, pack
 from slime.trainer.batching.trunks import Prefixes
+from slime.trainer.step import common_turns
 from slime.types import Sample
 
 BACKENDS = ("fsdp", "megatron")
@@ -211,3 +212,16 @@ def test_a_loss_function_has_the_logits_of_every_sample(model: str, backend: str
 
         runner.backend.forward_backward([batch], loss, logits=True)
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+def test_samples_that_begin_with_different_tokens_are_not_compared_further(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = turn_samples()
+    for number, sample in enumerate(samples):
+        sample.tokens = np.concatenate([[number], sample.array("tokens")[1:]])
+    expected, _ = run(model, False, samples)
+    monkeypatch.setattr(common_turns, "digests_at", lambda *_: pytest.fail("compared"))
+    found, _ = run(model, True, samples)
+    for name in ("train/loss", "train/grad_norm", "perf/row_tokens"):
+        assert found[name] == expected[name]

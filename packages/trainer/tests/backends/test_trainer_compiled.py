@@ -195,6 +195,12 @@ def test_rows_of_any_lengths_are_replayed_from_four_shapes_that_stay(
         assert shape.runs * shape.longest <= 16 * shape.tokens
 
 
+def test_shapes_have_room_for_more_samples_and_for_longer_ones_only_by_rounding(fake_graphs: StaticRows):
+    fake_graphs.forward_backward(torch.nn.Identity(), 0, make_row([1000] * 8), sum_of_log_probs, "none", 1.0)
+    (shape,) = fake_graphs.shapes
+    assert shape.runs >= 12 and shape.longest == 1024
+
+
 def test_rows_of_other_lengths_get_graphs_once_these_are_worth_it(fake_graphs: StaticRows):
     rows, model = fake_graphs, torch.nn.Identity()
     for number, lengths in enumerate(([2048] * 4, [4000, 4000], [300] * 3, [1500], [3000], [600] * 10)):

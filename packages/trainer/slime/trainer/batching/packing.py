@@ -92,7 +92,8 @@ def check_sample(
     total = len(tokens)
     if not 0 <= response < max(total, 1):
         raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
-    if total and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    # A negative id is a large one without its sign: one pass over the tokens finds both.
+    if total and int(tokens.view(np.uint32).max()) >= vocab_size:
         first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
         raise InvalidField(f"tokens[{first}]", int(tokens[first]), f"ids in [0, {vocab_size}) (sample {sample.index})")
     log_probs = sample.array("rollout_log_probs")

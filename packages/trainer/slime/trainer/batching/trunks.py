@@ -38,9 +38,10 @@ class Trunk(NamedTuple):
 def cuts_of(sample: Sample) -> list[int]:
     """Returns the numbers of tokens after which the loss mask changes; none for a sample without a loss mask."""
     mask = sample.array("loss_mask")
-    if mask is None:
+    if mask is None or np.count_nonzero(mask) in (0, len(mask)):
         return []
-    changes = np.flatnonzero(np.diff(np.asarray(mask) != 0)) + 1
+    trained = np.asarray(mask) != 0
+    changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1
     cuts = len(sample.array("tokens")) - sample.response_length + changes
     return thinned(cuts[(cuts > 0) & (cuts <= tokens_fed(sample))].tolist())
 

@@ -27,15 +27,16 @@ def compare(
     sets = _groups_of_updates(plan)
     wanted = {*lengths.shared(), *(p for members in sets for p in members)}
     known = {p: s for p, s in samples.items() if p in wanted} if backend.leads_replica else {}
-    told = _gathered(ranks, {p: [prompt_digest(s, p), cuts_of(s)] for p, s in known.items()})
-    lengths = lengths.split_prompts({p: digest for p, (digest, _) in told.items()}) or lengths
+    told = _gathered(ranks, {p: [prompt_digest(s, p), cuts_of(s), _beginning(s)] for p, s in known.items()})
+    lengths = lengths.split_prompts({p: digest for p, (digest, *_) in told.items()}) or lengths
     chosen: list[list[int]] = []
     cuts: list[list[int]] = []
     experts_from: dict[int, int] = {}
     for members in sets:
         prompts = {plan["lengths"][p] - plan["response_lengths"][p] for p in members}
         turns = {cut for p in members if p in told for cut in told[p][1]}
-        if turns or len(prompts) > 1:
+        beginnings = [told[p][2] for p in members if p in told]
+        if (turns or len(prompts) > 1) and len(set(beginnings)) < len(beginnings):
             experts_from |= dict.fromkeys(members, min(prompts))
             chosen.append(members)
             cuts.append(thinned(cut for cut in prompts | turns if cut > 0))
@@ -49,6 +50,12 @@ def compare(
         if p in cuts_by_position and (not sample.multimodal_train_inputs or sample.multimodal_train_input_id)
     }
     return lengths, Prefixes(chosen, cuts, _gathered(ranks, local))
+
+
+def _beginning(sample: Sample) -> int:
+    """Returns the first token, -1 where there is none; samples that begin with different ones share nothing."""
+    tokens = sample.array("tokens")
+    return int(tokens[0]) if len(tokens) else -1
 
 
 def _groups_of_updates(plan: dict[str, Any]) -> list[list[int]]:

@@ -159,7 +159,8 @@ class TrainStep:
             if assigned is not first:
                 samples = self._samples(read, assigned, samples)
             self._advise(lengths, assigned.shares)
-        return self.ranks.together(lambda: self._pack(plan, assigned, samples, prefixes))
+        share = prefixes is not None or bool(lengths.shared())
+        return self.ranks.together(lambda: self._pack(plan, assigned, samples, prefixes, share=share))
 
     def _advise(self, lengths: Lengths, shares: list[list[MicroBatch]]) -> None:
         """Says once how much is computed again because micro-batches of a fixed size part the samples of a prompt."""
@@ -202,6 +203,8 @@ class TrainStep:
         assigned: _Assigned,
         samples: dict[int, Sample],
         prefixes: Prefixes | None,
+        *,
+        share: bool,
     ) -> list[Work]:
         s = self.settings
         needs_log_probs = s.reads_rollout_log_probs
@@ -212,7 +215,7 @@ class TrainStep:
                 check_teacher(sample)
             if s.samples_from_nuclei:
                 check_nuclei(sample, loss_mask(sample), self.backend.vocab_size)
-            else:
+            elif sample.rollout_top_p_token_ids is not None:
                 refuse_nuclei(sample, loss_mask(sample))
             if self.backend.replayed_experts is not None:
                 check_experts(sample, *self.backend.replayed_experts)
@@ -222,17 +225,23 @@ class TrainStep:
                     "tokens", len(sample.array("tokens")), f"{expected} tokens, as planned (position {position})"
                 )
         works = []
-        for number, share in enumerate(assigned.shares):
-            batches = [self._pack_one(plan, micro_batch, samples, prefixes) for micro_batch in share]
-            passes = batches
+        pack_one = functools.partial(self._pack_one, plan, samples=samples, prefixes=prefixes, share=share)
+        for number, micro_batches in enumerate(assigned.shares):
+            batches = passes = [pack_one(each) for each in micro_batches]
             if assigned.scored and s.compute_advantages_and_returns:
-                passes = [self._pack_one(plan, each, samples, prefixes) for each in assigned.scored[number]]
-            of_update = {p: samples[p] for micro_batch in share for p in micro_batch}
+                passes = [pack_one(each) for each in assigned.scored[number]]
+            of_update = {p: samples[p] for micro_batch in micro_batches for p in micro_batch}
             works.append(Work(batches, [None] * len(batches), passes, of_update))
         return works
 
     def _pack_one(
-        self, plan: dict[str, Any], positions: MicroBatch, samples: dict[int, Sample], prefixes: Prefixes | None
+        self,
+        plan: dict[str, Any],
+        positions: MicroBatch,
+        *,
+        samples: dict[int, Sample],
+        prefixes: Prefixes | None,
+        share: bool,
     ) -> PackedBatch | None:
         if not positions:
             return None
@@ -242,7 +251,7 @@ class TrainStep:
             positions,
             [plan["rewards"][p] for p in positions],
             [plan["weights"][p] for p in positions],
-            share_prompts=self._shares_prompts,
+            share_prompts=share,
             trunks=[trunks.get(p) for p in positions],
             gather=self._gathers_keys,
             multiple=self.backend.row_multiple,

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 _PARTS = 8
 # Largest product of a shape's runs and its longest run, as a multiple of its tokens: above it attention takes longer.
 _MOST_ROOM = 16
-# Factors by which a shape has room for more and longer runs than it was made for; the first that _MOST_ROOM allows.
+# Factors by which a shape has room for more runs and prompts than it was made for; the first that _MOST_ROOM allows.
+# Longer ones have only what rounding leaves: room for them would cost blocks in every run.
 _SLACKS = (1.5, 1.25, 1.0)
 _LARGEST_WASTE = 1.25
 # A shape may have logits on which nothing is trained: one for this many tokens.
@@ -105,7 +106,7 @@ class RowShape:
         for slack in _SLACKS:
             bounds = {name: (getattr(self, name), getattr(wanted, name)) for name in ("runs", *_BOUNDS)}
             more = {
-                name: held if held >= new else _notch(int(slack * new) + (slack > 1))
+                name: held if held >= new else _notch(int(slack * new) + (slack > 1) if name in _COUNTS else new)
                 for name, (held, new) in bounds.items()
             }
             shape = RowShape(self.tokens, trained, **more)
@@ -114,6 +115,7 @@ class RowShape:
         return None
 
 
+_COUNTS = ("runs", "prompts")
 _BOUNDS = ("longest", "prompts", "longest_prompt", "most_responses")
 
 
