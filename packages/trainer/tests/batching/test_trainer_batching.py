@@ -261,6 +261,8 @@ def test_removed_samples_have_no_weight_and_absent_log_probs_are_nan():
     [
         (Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=2), "response_length"),
         (Sample(index=7, tokens=np.array([1, 99], np.int32), response_length=1), "tokens[1]"),
+        (Sample(index=7, tokens=np.array([1, 50], np.int32), response_length=1), "tokens[1]"),
+        (Sample(index=7, tokens=np.array([-1, 1], np.int32), response_length=1), "tokens[0]"),
         (
             Sample(index=7, tokens=np.array([1, 2], np.int32), response_length=1, rollout_log_probs=[0.0, 0.0]),
             "rollout_log_probs",

@@ -22,12 +22,13 @@ def compare(
     a prompt in common; None where no group has. Collective.
 
     samples: that this replica has read. A group whose samples have prompts of one length, and no turns, is compared in
-    one exchange; others need a second one, for digests at the cuts of all samples of the group.
+    one exchange; others need a second one, for digests at the cuts of all samples of the group. Samples whose first
+    tokens all differ have nothing in common, and need none.
     """
     sets = _groups_of_updates(plan)
     wanted = {*lengths.shared(), *(p for members in sets for p in members)}
     known = {p: s for p, s in samples.items() if p in wanted} if backend.leads_replica else {}
-    told = _gathered(ranks, {p: [prompt_digest(s, p), cuts_of(s), _beginning(s)] for p, s in known.items()})
+    told = _gathered(ranks, {p: [prompt_digest(s, p), cuts_of(s), _first_token(s)] for p, s in known.items()})
     lengths = lengths.split_prompts({p: digest for p, (digest, *_) in told.items()}) or lengths
     chosen: list[list[int]] = []
     cuts: list[list[int]] = []
@@ -35,8 +36,8 @@ def compare(
     for members in sets:
         prompts = {plan["lengths"][p] - plan["response_lengths"][p] for p in members}
         turns = {cut for p in members if p in told for cut in told[p][1]}
-        beginnings = [told[p][2] for p in members if p in told]
-        if (turns or len(prompts) > 1) and len(set(beginnings)) < len(beginnings):
+        firsts = [told[p][2] for p in members if p in told]
+        if (turns or len(prompts) > 1) and len(set(firsts)) < len(firsts):
             experts_from |= dict.fromkeys(members, min(prompts))
             chosen.append(members)
             cuts.append(thinned(cut for cut in prompts | turns if cut > 0))
@@ -52,8 +53,8 @@ def compare(
     return lengths, Prefixes(chosen, cuts, _gathered(ranks, local))
 
 
-def _beginning(sample: Sample) -> int:
-    """Returns the first token, -1 where there is none; samples that begin with different ones share nothing."""
+def _first_token(sample: Sample) -> int:
+    """Returns the id of the first token; -1 for a sample without tokens."""
     tokens = sample.array("tokens")
     return int(tokens[0]) if len(tokens) else -1
 

@@ -159,6 +159,7 @@ class TrainStep:
             if assigned is not first:
                 samples = self._samples(read, assigned, samples)
             self._advise(lengths, assigned.shares)
+        # Looking for equal prompts takes time for every sample.
         share = prefixes is not None or bool(lengths.shared())
         return self.ranks.together(lambda: self._pack(plan, assigned, samples, prefixes, share=share))
 

@@ -29,7 +29,7 @@ _PARTS = 8
 # Largest product of a shape's runs and its longest run, as a multiple of its tokens: above it attention takes longer.
 _MOST_ROOM = 16
 # Factors by which a shape has room for more runs and prompts than it was made for; the first that _MOST_ROOM allows.
-# Longer ones have only what rounding leaves: room for them would cost blocks in every run.
+# The longest run has none but what rounding leaves: FlashAttention would launch blocks for it in every run.
 _SLACKS = (1.5, 1.25, 1.0)
 _LARGEST_WASTE = 1.25
 # A shape may have logits on which nothing is trained: one for this many tokens.
