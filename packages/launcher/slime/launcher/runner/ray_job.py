@@ -182,6 +182,7 @@ class RayHead:
             self.variables |= {AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)}
         if host == LOOPBACK:
             self.variables |= loopback_variables()
+        self._agent_port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: ScratchDirectory | None = None
 
@@ -253,14 +254,14 @@ class RayHead:
     def _command(self, directory: Path) -> list[str]:
         with ExitStack() as held:
             # All ports are held until the last one is chosen, so that they differ.
-            gcs, dashboard, agent, client = (_bind(held) for _ in range(4))
+            gcs, dashboard, self._agent_port, client = (_bind(held) for _ in range(4))
         self.dashboard_port = self.dashboard_port or dashboard
         gpus = [] if self.num_gpus is None else ["--num-gpus", str(self.num_gpus)]
         return [
             "ray", "start", "--head", *gpus, "--disable-usage-stats", "--block",
             "--node-ip-address", self.host, "--port", str(gcs),
             "--dashboard-host", LOOPBACK, "--dashboard-port", str(self.dashboard_port),
-            "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
+            "--dashboard-agent-listen-port", str(self._agent_port), "--ray-client-server-port", str(client),
             "--temp-dir", str(directory),
         ]  # fmt: skip
 
@@ -283,12 +284,15 @@ class RayHead:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=5):
-                return True
+                pass
         except urllib.error.HTTPError as error:
             # A token in a file is found by Ray itself, and by `ray job submit`.
-            return error.code in (401, 403)
+            if error.code not in (401, 403):
+                return False
         except OSError:
             return False
+        # The dashboard hands jobs to this agent, and refuses one if the agent does not listen within 10 s.
+        return listens(LOOPBACK, self._agent_port)
 
     def _last_lines(self) -> str:
         return "".join(f"\n    {line}" for line in self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
