@@ -1,6 +1,6 @@
 """Seconds of a weight update into a running SGLang engine, and the fraction of memory bandwidth that it is.
 
-    python benchmarks/gpu/weight_sync.py [--cases 135m 0.6b 8b] [--transports ipc nccl] [--output FILE.json]
+    python benchmarks/gpu/weight_sync.py [--cases 135m 0.6b 8b] [--transports ipc nccl] [--deltas] [--output FILE.json]
 
 135m, 0.6b   the fsdp backend with float32 weights, bfloat16 on the wire: what a training run does
 8b           random bfloat16 tensors on the trainer's GPU, end to end as that backend's are, or with --apart each by
@@ -10,6 +10,9 @@ ipc: engine and trainer on one GPU; nccl: the engine on a second one. An update 
 commit (go on), as a run has it, and the seconds between are those in which the engine generates nothing. The first,
 which opens connections, is reported apart. Bandwidth is that of a copy of 4 GiB within the GPU, in bytes copied a
 second, measured before in the same process.
+
+--deltas: after all weights, the engine gets deltas by nccl. Before each update every weight moves by 1e-6, up or down,
+as AdamW moves it at this learning rate.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -75,10 +79,11 @@ def main() -> int:
         }
         for (transport, case), engine in engines.items():
             engine.wait_ready(options.start_seconds)
-            result["rows"].append(measure(options, transport, case, models[case], engine, result))
-            torch.cuda.empty_cache()
-            if options.output:
-                Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+            for mode in ("full", "delta") if options.deltas and transport == "nccl" else ("full",):
+                result["rows"].append(measure(options, transport, mode, case, models[case], engine, result))
+                torch.cuda.empty_cache()
+                if options.output:
+                    Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
         print(table(result))
     return 0
 
@@ -87,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["ipc"])
+    parser.add_argument("--deltas", action="store_true", help="Also measure --update-weight-mode delta by nccl")
     parser.add_argument("--bucket", type=int, default=512 << 20, help="Value of --update-weight-buffer-size")
     parser.add_argument("--apart", action="store_true", help="Give every tensor of 8b memory of its own")
     parser.add_argument("--repeats", type=int, default=9)
@@ -120,17 +126,20 @@ def start(options: argparse.Namespace, model: Path, case: str, gpu: str) -> Engi
     if case == "8b":
         args["load_format"] = "dummy"
     return start_sglang(
-        SGLangOptions(model_path=str(model), gpus=[gpu], memory_saver=True, random_seed=1, args=args),
+        SGLangOptions(
+            model_path=str(model), gpus=[gpu], memory_saver=True, random_seed=1, deltas=options.deltas, args=args
+        ),
         name=f"sglang-{case}",
     )
 
 
 def measure(
-    options: argparse.Namespace, transport: str, case: str, model: Path, engine: EngineProcess, result: dict[str, Any]
-) -> dict[str, Any]:
+    options: argparse.Namespace, transport: str, mode: str, case: str, model: Path, engine: EngineProcess,
+    result: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     settings = TrainerSettings(
         hf_checkpoint=str(model), bf16=True, colocate=transport == "ipc", update_weight_buffer_size=options.bucket,
-        update_weight_timeout_seconds=120.0,
+        update_weight_timeout_seconds=120.0, update_weight_mode=mode,
     )  # fmt: skip
     ranks = Ranks(0, 1, "", 1)
     source: Any = RandomWeights(model, apart=options.apart) if case == "8b" else None
@@ -138,9 +147,11 @@ def measure(
     rollout = Rollout(engine)
     updates = WeightSender(settings, ranks, source, rollout, model)
     try:
-        seconds, size = timed(updates, options.repeats + 1)
+        move = partial(move_weights, source) if mode == "delta" else lambda: None
+        seconds, size = timed(updates, rollout.version(), options.repeats + 1, move)
         if options.profile:
-            print_profile(updates, options.repeats + 2)
+            move()
+            print_profile(updates, rollout.version() + 1)
         updates.close()
     except Exception as error:
         time.sleep(1)
@@ -148,23 +159,32 @@ def measure(
         raise
     rate = size / statistics.median(seconds[1:])
     return {
-        "transport": transport, "case": case, "bytes": size, "tensors": len(source.weight_sizes()),
+        "transport": transport, "mode": mode, "case": case, "bytes": size, "tensors": len(source.weight_sizes()),
         "first_seconds": seconds[0], "seconds": sorted(seconds[1:]), "bytes_per_second": rate,
         "around_seconds": statistics.median(rollout.seconds[1:]),
         "of_copy_bandwidth": rate / result["copy_bytes_per_second"],
+        "changed": updates.metrics.get("perf/update_weights_changed"),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }  # fmt: skip
 
 
-def timed(updates: WeightSender, count: int) -> tuple[list[float], int]:
+def timed(updates: WeightSender, held: int, count: int, move: Callable[[], object]) -> tuple[list[float], int]:
     seconds, size = [], 0
-    for version in range(1, count + 1):
+    for version in range(held + 1, held + count + 1):
+        move()
         torch.cuda.synchronize()
         started = time.perf_counter()
         size = updates.push(version)
         seconds.append(time.perf_counter() - started)
         print(f"version {version}: {size:,} bytes in {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
     return seconds, size
+
+
+@torch.no_grad()
+def move_weights(source: Any) -> None:
+    tensors = source.tensors.values() if isinstance(source, RandomWeights) else source.policy.parameters()
+    for tensor in tensors:
+        tensor.add_(torch.randint_like(tensor, 2).mul_(2).sub_(1), alpha=1e-6)
 
 
 def print_profile(updates: WeightSender, version: int, count: int = 25) -> None:
@@ -228,8 +248,21 @@ class Rollout:
         self.call("/pause_generation", {"mode": "abort"})
         self.call("/flush_cache", {})
         self.seconds.append(time.perf_counter() - started)
-        transports = KINDS["sglang"].weight_transports
-        return [Engine(self.engine.name, self.engine.url, "sglang", True, 0, weight_transports=transports)]
+        kind, held = KINDS["sglang"], self.version()
+        return [
+            Engine(
+                self.engine.name,
+                self.engine.url,
+                kind.name,
+                True,
+                held,
+                weight_transports=kind.weight_transports,
+                delta_carriers=kind.delta_carriers,
+            )  # fmt: skip
+        ]
+
+    def version(self) -> int:
+        return int(json.loads(self.call("/model_info"))["weight_version"])
 
     def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
         return []
@@ -239,8 +272,8 @@ class Rollout:
 
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
         started = time.perf_counter()
-        held = json.loads(self.call("/model_info"))["weight_version"]
-        if held != str(weight_version):
+        held = self.version()
+        if held != weight_version:
             raise RuntimeError(f"the engine holds weight version {held}, expected {weight_version}")
         self.call("/continue_generation", {})
         self.seconds[-1] += time.perf_counter() - started
@@ -267,13 +300,14 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['device']}, buckets of {result['bucket_bytes'] / 2**20:,.0f} MiB, copy "
         f"{result['copy_bytes_per_second'] / 1e12:.2f} TB/s",
-        f"{'':12} {'GB':>7} {'tensors':>8} {'first s':>8} {'min s':>8} {'median':>8} {'max':>8} {'around':>8} "
+        f"{'':16} {'GB':>7} {'tensors':>8} {'first s':>8} {'min s':>8} {'median':>8} {'max':>8} {'around':>8} "
         f"{'GB/s':>8} {'of copy':>8}",
     ]
     for row in result["rows"]:
+        name = " ".join([row["transport"], row["case"], *(["deltas"] if row["mode"] == "delta" else [])])
         low, middle, high = min(row["seconds"]), statistics.median(row["seconds"]), max(row["seconds"])
         lines.append(
-            f"{row['transport'] + ' ' + row['case']:12} {row['bytes'] / 1e9:>7.2f} {row['tensors']:>8} "
+            f"{name:16} {row['bytes'] / 1e9:>7.3f} {row['tensors']:>8} "
             f"{row['first_seconds']:>8.3f} {low:>8.3f} {middle:>8.3f} {high:>8.3f} {row['around_seconds']:>8.3f} "
             f"{row['bytes_per_second'] / 1e9:>8.1f} {row['of_copy_bandwidth']:>8.1%}"
         )

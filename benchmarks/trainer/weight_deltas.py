@@ -29,8 +29,8 @@ from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.trainer.checkpoints.checkpoint import write_model
 from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.weight_sync.base import Weights, WeightTransport
-from slime.trainer.weight_sync.delta import DeltaTransport
-from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.deltas.carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.deltas.transport import DeltaTransport
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine

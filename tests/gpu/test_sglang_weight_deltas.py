@@ -1,24 +1,24 @@
-"""Deltas of a trainer's weights in a real SGLang engine, through a shared disk and a checkpoint on the engine's host.
+"""Deltas of a trainer's weights in a real SGLang engine: by NCCL, and through a disk and a checkpoint on its host.
 
     SLIME_TEST_MODEL=DIR pytest tests/gpu/test_sglang_weight_deltas.py
 
-DIR: a Hugging Face directory of a small model. Trainer and engine share a GPU.
+DIR: a Hugging Face directory of a small model. For the disk trainer and engine share a GPU; by NCCL the engine has one
+or two of its own.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gpu_needs import ATTENTION, MODEL, needs
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.registry import KINDS
@@ -31,37 +31,20 @@ from slime.types.clients import Engine
 
 NUM_GPUS = 1
 
-MODEL = os.environ.get("SLIME_TEST_MODEL", "")
-ATTENTION = os.environ.get("SLIME_TEST_ATTENTION", "fa3")
-MISSING = (
-    f"{NUM_GPUS} GPU(s) needed, {len(visible_gpus())} visible"
-    if len(visible_gpus()) < NUM_GPUS
-    else "SGLang is not installed"
-    if importlib.util.find_spec("sglang") is None
-    else "zstandard is not installed"
-    if importlib.util.find_spec("zstandard") is None
-    else "SLIME_TEST_MODEL names no model"
-    if not MODEL
-    else ""
-)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs(NUM_GPUS, "sglang", "zstandard", model=True)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineProcess]:
-    options = SGLangOptions(
-        model_path=MODEL, gpus=[visible_gpus()[0]], random_seed=1, deltas=True,
-        args={"mem_fraction_static": 0.3, "attention_backend": ATTENTION},
-    )  # fmt: skip
-    with start_sglang(options) as process:
-        yield process.wait_ready(400)
+def start(gpus: list[str]) -> EngineProcess:
+    args = {"mem_fraction_static": 0.3, "attention_backend": ATTENTION}
+    return start_sglang(SGLangOptions(model_path=MODEL, gpus=gpus, random_seed=1, deltas=True, args=args))
 
 
 class OneEngine:
     """A rollout service of one engine: pauses it, empties its cache, lets it go on."""
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: EngineProcess, tp_size: int = 1) -> None:
         self.process = process
+        self.tp_size = tp_size
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -75,8 +58,21 @@ class OneEngine:
         self.call("/flush_cache", {})
         held = int(self.call("/model_info")["weight_version"])
         kind = KINDS["sglang"]
-        takes = {"weight_transports": kind.weight_transports, "delta_carriers": kind.delta_carriers}
-        return [Engine(self.process.name, self.process.url, kind.name, True, held, **takes)]
+        return [
+            Engine(
+                self.process.name,
+                self.process.url,
+                kind.name,
+                True,
+                held,
+                self.tp_size,
+                weight_transports=kind.weight_transports,
+                delta_carriers=kind.delta_carriers,
+            )  # fmt: skip
+        ]
+
+    def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
+        return []
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None: ...
 
@@ -87,29 +83,41 @@ class OneEngine:
         self.call("/continue_generation", {})
 
 
-def test_sglang_holds_every_version(engine: EngineProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "tp_size"),
+    [
+        ("disk", 1),
+        pytest.param("nccl", 1, marks=needs(2, "sglang")),
+        pytest.param("nccl", 2, marks=needs(3, "sglang")),
+    ],
+)
+def test_sglang_holds_every_version(tmp_path: Path, transport: str, tp_size: int) -> None:
     local = tmp_path / "local"
+    places = {"update_weight_disk_dir": str(tmp_path / "shared"), "update_weight_local_checkpoint_dir": str(local)}
     # The engine's checksums are compared with those of the whole weights after every update.
     settings = TrainerSettings(
-        hf_checkpoint=MODEL, bf16=True, update_weight_mode="delta", update_weight_transport="disk",
-        update_weight_disk_dir=str(tmp_path / "shared"), update_weight_local_checkpoint_dir=str(local),
-        check_weight_update_equal=True, update_weight_timeout_seconds=120.0,
+        hf_checkpoint=MODEL, bf16=True, update_weight_mode="delta", update_weight_transport=transport,
+        check_weight_update_equal=True, update_weight_timeout_seconds=120.0, **(places if transport == "disk" else {}),
     )  # fmt: skip
     ranks = Ranks(0, 1, "", 1)
     backend = build_backend(settings, ranks, torch.device("cuda", 0))
-    rollout = OneEngine(engine)
-    updates = WeightSender(settings, ranks, backend, rollout, Path(MODEL))
-    for version in range(1, 5):
-        if version == 3:
-            shutil.rmtree(local)
-        with torch.no_grad():
-            for parameter in backend.policy.parameters():
-                parameter.view(-1)[:: 1000 + version] *= 1.25
-        sent = updates.push(version)
-        assert rollout.call("/model_info")["weight_version"] == str(version)
-        assert updates.metrics["perf/update_weights_whole_engines"] == (version in (1, 3))
-        if version in (2, 4):
-            assert 10 * sent < updates.metrics["perf/update_weights_whole_bytes"]
-        rollout.call("/generate", {"input_ids": [1000, 1001], "sampling_params": {"max_new_tokens": 4}})
-    updates.close()
-    assert list((tmp_path / "shared").iterdir()) == []
+    first = 0 if transport == "disk" else 1
+    with start(visible_gpus()[first : first + tp_size]) as process:
+        rollout = OneEngine(process.wait_ready(400), tp_size)
+        updates = WeightSender(settings, ranks, backend, rollout, Path(MODEL))
+        for version in range(1, 5):
+            if version == 3 and transport == "disk":
+                shutil.rmtree(local)
+            elif version == 3:
+                rollout.call("/weights_checker", {"action": "reset_tensors"})
+            with torch.no_grad():
+                for parameter in backend.policy.parameters():
+                    parameter.view(-1)[:: 1000 + version] *= 1.25
+            sent = updates.push(version)
+            assert rollout.call("/model_info")["weight_version"] == str(version)
+            assert updates.metrics["perf/update_weights_whole_engines"] == (version in (1, 3))
+            if version in (2, 4):
+                assert 10 * sent < updates.metrics["perf/update_weights_whole_bytes"]
+            rollout.call("/generate", {"input_ids": [1000, 1001], "sampling_params": {"max_new_tokens": 4}})
+        updates.close()
+    assert not (tmp_path / "shared").exists() or list((tmp_path / "shared").iterdir()) == []

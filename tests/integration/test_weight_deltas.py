@@ -17,6 +17,7 @@ from slime.converters.convert.quantized import form_of
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.registry import KINDS
 from slime.types.errors import EngineError, NotAvailable, OutOfSpace
 from weight_delta_engines import (
     SGLangStandIn,
@@ -206,9 +207,22 @@ def test_sglang_needs_a_directory_on_its_host_and_a_shared_one(
     updates, _ = sender(sglang, model, **on_disk(tmp_path))
     with pytest.raises(NotAvailable, match="delta requires --update-weight-local-checkpoint-dir DIR: engine sglang-0"):
         updates.push(1)
-    updates, _ = sender(sglang, model)
+    updates, _ = sender(sglang, model, colocate=True)
     with pytest.raises(NotAvailable, match="delta requires --update-weight-transport disk: the engines .sglang."):
         updates.push(1)
+
+
+def test_engines_that_the_run_has_not_started_take_no_deltas(
+    sglang: SGLangStandIn, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(KINDS["sglang"]), "delta_carriers", ())
+    updates, _ = sender(sglang, model)
+    with pytest.raises(NotAvailable, match="delta is not supported yet: some of the engines .sglang. take whole"):
+        updates.push(1)
+    for values in (on_disk(tmp_path), {"update_weight_transport": "nccl"}):
+        updates, _ = sender(sglang, model, **values)
+        with pytest.raises(NotAvailable, match="engine sglang-0 .sglang. takes no deltas by (disk|nccl)"):
+            updates.push(1)
 
 
 @pytest.mark.parametrize("package", ["zstandard", "xxhash"])

@@ -75,7 +75,7 @@ for path in sorted((root / "slime").rglob("*.py")):
     parts = path.relative_to(root).with_suffix("").parts
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     # Modules for engines on GPUs, where torch and Triton are.
-    on_gpus = parts[-1] in ("one_pass", "repacked")
+    on_gpus = parts[-1] in ("broadcast_deltas", "one_pass", "repacked")
     if on_gpus or parts[-1] == "__main__" or (skip and (name + ".").startswith(skip) and name + "." != skip):
         continue
     importlib.import_module(name)

@@ -84,7 +84,7 @@ class EngineCalls(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.Engine(
             name=member.name, url=member.url, kind=member.kind.name, weight_version=member.weight_version,
             healthy=member.healthy and self.engine_weights.stopped is None, tp_size=member.abilities.tp_size,
-            weight_transports=member.kind.weight_transports, delta_carriers=member.kind.delta_carriers,
+            weight_transports=member.kind.weight_transports, delta_carriers=member.delta_carriers,
             awaits_weights=member.awaits_weights, in_flight=self.fleet.router.load_of(member),
             first_rank=self._first_rank(member),
             model=next((model.name for model in self.settings.served_models if model.trained), ""),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ import pytest
 from rollout_tiny_model import write_tiny_model
 
 from slime.rollout import cli
+from slime.rollout.engines.base import RemoteEngine
+from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.embedded.launch import start_embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.streams import StreamedAnswers
+from slime.rollout.fleet.member import Member
 from slime.rollout.generate.group import generate_batch
 from slime.rollout.launch import close_state, open_state
 from slime.rollout.service import RolloutService
@@ -247,3 +251,13 @@ def test_the_only_external_engine_that_dies_ends_the_fleet(
     wait_for(lambda: run.fleet.error)
     with pytest.raises(EngineError, match="external-0 failed two health probes"):
         run.state.loop.run(asyncio.wait_for(generate_batch(run.state, samples(), {"max_new_tokens": 1}), 60))
+
+
+def test_sglang_takes_deltas_only_where_the_run_has_started_it() -> None:
+    def carriers(engine: Any) -> tuple[str, ...]:
+        return Member(engine, EngineClient(engine.url, engine.name)).delta_carriers
+
+    url = "http://127.0.0.1:5"
+    assert carriers(RemoteEngine("external-0", url, "sglang")) == ()
+    assert carriers(RemoteEngine("external-0", url, "embedded")) == ("tensor", "disk")
+    assert carriers(SimpleNamespace(name="sglang-0", url=url, kind="sglang")) == ("checkpoint", "nccl")

@@ -37,8 +37,8 @@ def settings(**values: Any) -> TrainerSettings:
         ({"update_weight_transport": "disk"}, ("--update-weight-transport disk", "--update-weight-disk-dir")),
         ({"update_weight_transport": "ipc"}, ("--update-weight-transport ipc", "--colocate")),
         (
-            {"update_weight_mode": "delta", "update_weight_transport": "nccl"},
-            ("--update-weight-mode delta", "--update-weight-transport nccl"),
+            {"update_weight_mode": "delta", "update_weight_transport": "ipc", "colocate": True},
+            ("--update-weight-mode delta", "--update-weight-transport ipc"),
         ),
         (
             {"update_weight_local_checkpoint_dir": "/x"},

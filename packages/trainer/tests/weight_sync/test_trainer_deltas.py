@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from slime.trainer.weight_sync.base import Weights
-from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.deltas.carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.deltas.snapshot import Snapshot
 from slime.trainer.weight_sync.disk import DiskTransport
-from slime.trainer.weight_sync.snapshot import Snapshot
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
 from slime.types.errors import EngineError, NotAvailable

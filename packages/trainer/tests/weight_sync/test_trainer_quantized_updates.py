@@ -24,8 +24,8 @@ from trainer_tiny import (
 
 from slime.converters.convert.quantized import form_of
 from slime.trainer.weight_sync.base import buckets, flatten
+from slime.trainer.weight_sync.deltas.snapshot import Snapshot
 from slime.trainer.weight_sync.sender import WeightSender, refuse_other_layouts
-from slime.trainer.weight_sync.snapshot import Snapshot
 from slime.types.errors import NotAvailable
 from slime.types.weight_deltas.buckets import VersionDelta, apply_tensor, read_bucket, write_buckets
 

@@ -14,7 +14,7 @@ from trainer_tiny import Runner, alone, make_settings, write_fp8_model, write_mo
 
 from slime.converters.files.safetensors_dir import SafetensorsDir
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.trainer.weight_sync import nccl
+from slime.trainer.weight_sync import broadcasts
 from slime.trainer.weight_sync.ipc import ranks_of_engines
 from slime.trainer.weight_sync.sender import WeightSender, transport_for
 from slime.types.clients import Engine
@@ -151,7 +151,7 @@ class LargeWeights:
 def test_a_bucket_is_announced_while_engines_load_the_one_before(
     model: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nccl, "ACKNOWLEDGED_BYTES", 16 << 20)
+    monkeypatch.setattr(broadcasts, "ACKNOWLEDGED_BYTES", 16 << 20)
     fakes = [start("slow:0"), start()]
     rollout = StandInRollout([fake.describe(f"engine-{i}") for i, fake in enumerate(fakes)])
     settings = make_settings(model, update_weight_buffer_size=16 << 20, update_weight_timeout_seconds=60.0)

@@ -24,23 +24,28 @@ def test_external_engines_get_no_pickle_of_what_to_load(tmp_path: Path) -> None:
     assert caught.value.field == "--update-weight-local-checkpoint-dir"
 
 
+DISK = ["--update-weight-transport", "disk", "--update-weight-disk-dir", "shared"]
+
+
 @pytest.mark.parametrize(
     ("words", "needed"),
     [
-        ([], "--update-weight-transport disk"),
-        (
-            ["--update-weight-transport", "disk", "--update-weight-disk-dir", "shared"],
-            "--update-weight-local-checkpoint-dir DIR",
-        ),
+        (["--colocate"], "transport disk: SGLang takes deltas from a disk, or by NCCL on GPUs of its own"),
+        (["--update-weight-transport", "tensor"], "transport disk: SGLang takes deltas from a disk, or by NCCL"),
+        (DISK, "local-checkpoint-dir DIR: SGLang loads a checkpoint on its own host"),
+        ([], ""),
+        (["--update-weight-transport", "nccl"], ""),
+        ([*DISK, "--update-weight-local-checkpoint-dir", "local"], ""),
     ],
 )
-def test_a_kind_with_a_checkpoint_of_its_own_needs_two_directories(
-    tmp_path: Path, words: list[str], needed: str
-) -> None:
+def test_sglang_takes_deltas_from_a_disk_or_by_nccl(tmp_path: Path, words: list[str], needed: str) -> None:
     run = ["--hf-checkpoint", str(tmp_path), "--prompt-data", "prompts.jsonl", "--num-rollout", "1"]
-    run += ["--update-weight-mode", "delta", *words]
-    with pytest.raises(InvalidSetting, match=f"requires {needed}: SGLang loads a checkpoint on its own host"):
-        run_config.parse([*run, "--rollout-engine", "sglang"], check=False)
+    run += ["--update-weight-mode", "delta", *words, "--rollout-engine", "sglang"]
+    if not needed:
+        assert run_config.parse(run, check=False).trainer.update_weight_mode == "delta"
+        return
+    with pytest.raises(InvalidSetting, match=f"requires --update-weight-{needed}"):
+        run_config.parse(run, check=False)
 
 
 def test_a_kind_that_takes_no_deltas_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ class EngineKind(abc.ABC):
     name: its spelling in `--rollout-engine` and on the wire. title: its name in a sentence.
     weight_transports: the transports of `--update-weight-transport` that it supports, the best one first.
     delta_carriers: the ways in which it receives weight deltas, see `slime.types.weight_deltas.CARRIERS`; empty: none.
+    deltas_if_started: whether only engines that the run has started receive them.
     holds_quantized: whether it holds FP8 and INT4 weights of a checkpoint as they are, and takes updates of them.
     needs_gpu: whether it runs on GPUs only; the number of other engines is `--rollout-num-engines`.
     spans_nodes: whether one engine can span several nodes.
@@ -109,6 +110,7 @@ class EngineKind(abc.ABC):
     title: ClassVar[str]
     weight_transports: ClassVar[tuple[str, ...]]
     delta_carriers: ClassVar[tuple[str, ...]] = ()
+    deltas_if_started: ClassVar[bool] = False
     holds_quantized: ClassVar[bool] = False
     needs_gpu: ClassVar[bool] = False
     spans_nodes: ClassVar[bool] = False

@@ -61,6 +61,11 @@ class Member:
         return type(self.engine) is RemoteEngine
 
     @property
+    def delta_carriers(self) -> tuple[str, ...]:
+        """The ways in which it receives weight deltas."""
+        return () if self.external and self.kind.deltas_if_started else self.kind.delta_carriers
+
+    @property
     def exited(self) -> bool:
         return isinstance(self.engine, EngineProcess) and self.engine.poll() is not None
 

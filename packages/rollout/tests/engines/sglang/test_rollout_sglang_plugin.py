@@ -20,6 +20,7 @@ PLAIN = {
     "sampling_seed": None, "return_sampling_masks": None, "temperatures": None,
 }  # fmt: skip
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+VARIABLES = (plugin.VARIABLE, plugin.INT4_VARIABLE, plugin.DELTA_VARIABLE)
 SAMPLER = {"enable_deterministic": False, "use_ascend_backend": False, "rl_on_policy_target": None}
 
 
@@ -101,6 +102,25 @@ def write_sglang(directory: Path, methods: dict[str, str]) -> None:
         file.write_text(text)
 
 
+def hooks_of(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, methods: dict[str, str], variable: str
+) -> list[tuple[str, Any, str]]:
+    """Returns what the plug-in hooks into an SGLang with these methods where `variable` asks for it."""
+    write_sglang(directory, methods)
+    monkeypatch.syspath_prepend(str(directory))
+    for other in VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, "1")
+    with monkeypatch.context() as context:
+        for module in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            context.delitem(sys.modules, module)
+        plugin.register()
+        hooks = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.hooks
+        for module in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            del sys.modules[module]
+    return list(hooks)
+
+
 @pytest.mark.parametrize(
     "changed", ["", f"{plugin._EXPERTS}.create_weights", f"{plugin._MANAGER}.update_weights_from_tensor"]
 )
@@ -118,26 +138,43 @@ def test_methods_of_a_known_sglang_are_hooked_for_weight_updates(
     expected = set(methods)
     if changed:
         methods[changed] = "self, *, other"
-    write_sglang(tmp_path, methods)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(plugin.INT4_VARIABLE, "1")
-    monkeypatch.delenv(plugin.VARIABLE, raising=False)
-    with monkeypatch.context() as context:
-        for module in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
-            context.delitem(sys.modules, module)
-        plugin.register()
-        hooks = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.hooks
-        for module in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
-            del sys.modules[module]
+    hooks = hooks_of(monkeypatch, tmp_path, methods, plugin.INT4_VARIABLE)
     if changed:
         assert not hooks and f"slime-rollout does not know its {changed}" in caplog.text
     else:
         assert {name for name, _, _ in hooks} == expected and {kind for _, _, kind in hooks} == {"around"}
 
 
+@pytest.mark.parametrize("parameters", ["self, names, dtypes, shapes, group_name, load_format=None", "self, request"])
+def test_the_update_by_nccl_of_a_known_sglang_is_hooked_for_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parameters: str
+) -> None:
+    method = f"{plugin._UPDATER}.update_weights_from_distributed"
+    hooks = hooks_of(monkeypatch, tmp_path, {method: parameters}, plugin.DELTA_VARIABLE)
+    if "request" in parameters:
+        assert not hooks and f"SGLang will refuse weight deltas by NCCL: slime-rollout does not know its {method}" in (
+            caplog.text
+        )
+    else:
+        assert [(name, hook.__name__, kind) for name, hook, kind in hooks] == [(method, "update_weights", "around")]
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_engine_that_gets_deltas_is_told_so() -> None:
+    assert plugin.environment_of_deltas() == {plugin.DELTA_VARIABLE: "1"}
+
+
+def test_an_engine_without_the_plug_in_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "NAME", "of-nobody")
+    assert plugin.environment_of_deltas() == {}
+    assert "SGLang will refuse weight deltas by NCCL: slime-rollout is not installed" in caplog.text
+
+
 def test_an_sglang_that_no_run_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(plugin.VARIABLE, raising=False)
-    monkeypatch.delenv(plugin.INT4_VARIABLE, raising=False)
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setitem(sys.modules, "sglang", None)
     plugin.register()
 

@@ -291,10 +291,10 @@ def _check_transport(s: TrainerSettings) -> None:
         _conflict(
             s, "update_weight_transport", "colocate", "NCCL connects two processes only if each has GPUs of its own"
         )
-    if s.update_weight_mode == "delta" and s.update_weight_transport in ("nccl", "ipc"):
+    if s.update_weight_mode == "delta" and s.update_weight_transport == "ipc":
         _conflict(
             s, "update_weight_mode", "update_weight_transport",
-            "deltas go to embedded engines by tensor, and to all engines by disk",
+            "engines read whole weights from the memory of their own GPUs faster than deltas",
         )  # fmt: skip
     if s.update_weight_local_checkpoint_dir is not None:
         for field, value in (("update_weight_mode", "delta"), ("update_weight_transport", "disk")):

@@ -175,7 +175,7 @@ class TrainerSettings(AlgorithmSettings, PolicySettings, GroupSettings, Training
     update_weight_transport: str = setting(
         "auto",
         "Transport of weights to the engines; auto: tensor for embedded engines, ipc for SGLang with "
-        "--colocate, else nccl",
+        "--colocate (not for deltas), else nccl",
         choices=("auto", "tensor", "disk", "ipc", "nccl"),
     )
     update_weight_buffer_size: int = setting(512 * 1024**2, "Size of one bucket of weights, in bytes", minimum=1)

@@ -15,6 +15,8 @@ from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError
 
 T = TypeVar("T")
+# Takes note of an engine's error and returns True, or returns False for one that is to be raised.
+Refusal = Callable[[Engine, EngineError], bool]
 JSON = "application/json"
 BYTES = "application/octet-stream"
 
@@ -40,10 +42,24 @@ class EngineRequests:
         posts = [functools.partial(self._post, engine, path, body, content_type, what) for engine in engines]
         return [in_background(post) for post in posts]
 
-    def start(self, engine: Engine, path: str, body: Mapping[str, Any], what: str) -> Future[Any]:
-        """Starts a request; returns a future of its JSON answer. Nobody has to wait for it: its thread is a daemon."""
+    def start(
+        self, engine: Engine, path: str, body: Mapping[str, Any], what: str, refusal: Refusal | None = None
+    ) -> Future[Any]:
+        """Starts a request; returns a future of its JSON answer. Nobody has to wait for it: its thread is a daemon.
+
+        refusal: the answer is None in place of an error of the engine for which it returns True.
+        """
         data = json.dumps(body).encode()
-        return in_background(lambda: self._post(engine, path, data, JSON, what))
+
+        def post() -> Any:
+            try:
+                return self._post(engine, path, data, JSON, what)
+            except EngineError as error:
+                if refusal is None or not refusal(engine, error):
+                    raise
+                return None
+
+        return in_background(post)
 
     def _post(self, engine: Engine, path: str, body: bytes, content_type: str, what: str) -> Any:
         where = f"rank 0 to engine {engine.name} at {engine.url}{path.split('?')[0]}, {what}"

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from slime.converters.convert.quantized import Fp8Form, QuantizedForm, form_of
+from slime.converters.convert.quantized import Fp8Form, Int4Form, QuantizedForm, form_of
 from slime.trainer.backends.base import Backend
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.checkpoints.hf_directory import as_dtype
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings, flat_args
 from slime.trainer.weight_sync.base import Weights, WeightTransport
-from slime.trainer.weight_sync.delta import DeltaTransport
-from slime.trainer.weight_sync.delta_carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.broadcasts import Broadcaster
+from slime.trainer.weight_sync.deltas.carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.deltas.nccl_carrier import NcclCarrier
+from slime.trainer.weight_sync.deltas.transport import DeltaTransport
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.equality import EqualityCheck
 from slime.trainer.weight_sync.ipc import IpcTransport
@@ -128,8 +130,16 @@ class WeightSender:
         s = self._settings
         size, timeout = s.update_weight_buffer_size, s.update_weight_timeout_seconds
         if s.update_weight_mode == "delta":
-            carrier: DiskCarrier | TensorCarrier = TensorCarrier(size, timeout)
-            if name == "disk":
+            carrier: DiskCarrier | NcclCarrier | TensorCarrier = TensorCarrier(size, timeout)
+            if name == "nccl":
+                if isinstance(self._form, Int4Form):
+                    raise NotAvailable.conflict(
+                        "--update-weight-mode delta", f"--hf-checkpoint {s.hf_checkpoint}",
+                        "SGLang lays INT4 out in another way when it loads it, and a delta by NCCL changes weights as "
+                        "they were sent: use --update-weight-transport disk",
+                    )  # fmt: skip
+                carrier = NcclCarrier(Broadcaster(self._backend.device, timeout), size)
+            elif name == "disk":
                 assert s.update_weight_disk_dir is not None
                 local, keep = s.update_weight_local_checkpoint_dir, s.update_weight_disk_keep_files
                 carrier = DiskCarrier(
@@ -146,7 +156,7 @@ class WeightSender:
         if name == "ipc":
             return IpcTransport(self._ranks, size, timeout)
         if name == "nccl":
-            return NcclTransport(self._backend.device, size, timeout)
+            return NcclTransport(Broadcaster(self._backend.device, timeout), size)
         return TensorTransport(size, timeout)
 
     def _write_all(self, path: Path, weights: Weights) -> int:
@@ -192,16 +202,21 @@ def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:
     possible: tuple[str, ...] = ("tensor", "ipc", "nccl") if shares_gpus else ("tensor", "nccl")
     taken = [engine.weight_transports for engine in engines]
     if settings.update_weight_mode == "delta":
-        possible, taken = ("tensor",), [engine.delta_carriers for engine in engines]
+        possible = ("tensor",) if shares_gpus else ("tensor", "nccl")
+        taken = [engine.delta_carriers for engine in engines]
     for name in taken[0] if taken else possible:
         if name in possible and all(name in each for each in taken):
             return name
     kinds = ", ".join(sorted({engine.kind for engine in engines}))
+    if settings.update_weight_mode == "delta" and not all(taken):
+        raise NotAvailable.unavailable(
+            "--update-weight-mode delta", f"some of the engines ({kinds}) take whole weights only"
+        )
     if settings.update_weight_mode == "delta":
         raise NotAvailable.requires(
             "--update-weight-mode delta",
             "--update-weight-transport disk",
-            f"the engines ({kinds}) read deltas from a disk only",
+            f"the engines ({kinds}) have no other way in common",
         )
     raise NotAvailable.unavailable(
         "--update-weight-transport auto",

@@ -113,13 +113,15 @@ def check_deltas(args: Mapping[str, Any]) -> None:
         raise NotAvailable.conflict(
             "--update-weight-mode delta", f"--rollout-engine {kind.name}", f"{kind.title} takes whole weights only"
         )
-    needed = {}
-    if "tensor" not in kind.delta_carriers:
-        needed["update_weight_transport"] = "--update-weight-transport disk"
-    if "checkpoint" in kind.delta_carriers:
-        needed["update_weight_local_checkpoint_dir"] = "--update-weight-local-checkpoint-dir DIR"
-    for name, flag in needed.items():
-        if args[name] in ("auto", "tensor", None):
-            raise InvalidSetting.requires(
-                "--update-weight-mode delta", flag, f"{kind.title} loads a checkpoint on its own host"
-            )
+    transport = args["update_weight_transport"]
+    if "tensor" not in kind.delta_carriers and (transport == "tensor" or (transport == "auto" and args["colocate"])):
+        raise InvalidSetting.requires(
+            "--update-weight-mode delta", "--update-weight-transport disk",
+            f"{kind.title} takes deltas from a disk, or by NCCL on GPUs of its own",
+        )  # fmt: skip
+    has_place = args["update_weight_local_checkpoint_dir"] is not None
+    if transport == "disk" and "checkpoint" in kind.delta_carriers and not has_place:
+        raise InvalidSetting.requires(
+            "--update-weight-mode delta", "--update-weight-local-checkpoint-dir DIR",
+            f"{kind.title} loads a checkpoint on its own host",
+        )  # fmt: skip

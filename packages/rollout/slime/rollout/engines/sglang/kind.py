@@ -27,7 +27,8 @@ class SGLang(EngineKind):
     name = "sglang"
     title = "SGLang"
     weight_transports = ("ipc", "nccl", "disk")
-    delta_carriers = ("checkpoint",)
+    delta_carriers = ("checkpoint", "nccl")
+    deltas_if_started = True
     holds_quantized = True
     needs_gpu = True
     spans_nodes = True

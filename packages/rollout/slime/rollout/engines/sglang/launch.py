@@ -27,10 +27,10 @@ class SGLangOptions:
     """Options of one engine.
 
     gpus: entries of CUDA_VISIBLE_DEVICES. memory_saver: its GPU memory can be released and resumed. routed_experts: it
-    can return the experts of each token. deltas: it updates a checkpoint on its host from deltas. increments: its
-    streams hold each token only once. stage: prefill or decode, for an engine of a pair. node: the part of an engine
-    that spans nodes, with equally many GPUs on each. args: flags of SGLang's server by name, as returned by
-    `flags.check`. server: the command of the server.
+    can return the experts of each token. deltas: it takes deltas of weights, by NCCL or into a checkpoint on its host.
+    increments: its streams hold each token only once. stage: prefill or decode, for an engine of a pair. node: the part
+    of an engine that spans nodes, with equally many GPUs on each. args: flags of SGLang's server by name, as returned
+    by `flags.check`. server: the command of the server.
     """
 
     model_path: str
@@ -78,6 +78,7 @@ def start_sglang(
         env={VISIBLE: ",".join(options.gpus)}
         | plugin.environment(options.args, deterministic=options.deterministic)
         | plugin.environment_of_model(options.model_path, options.args)
+        | (plugin.environment_of_deltas() if options.deltas else {})
         | dict(env or {}),
         grace_seconds=GRACE_SECONDS,
         api_key=api_key,

@@ -1,5 +1,5 @@
 """A plug-in of SGLang, found by its entry point `sglang.srt.plugins`: samples in one pass, and takes weight updates of
-layers in INT4, where a run asks for it.
+layers in INT4 and deltas of weights by NCCL, where a run asks for it.
 
 SGLang loads it in each of its processes. Greedy, seeded and deterministic sampling, top-p, top-k, min-p and requests
 for the log-probs of other tokens stay SGLang's own.
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "SLIME_SAMPLES_IN_ONE_PASS"
 INT4_VARIABLE = "SLIME_UPDATES_INT4"
+DELTA_VARIABLE = "SLIME_TAKES_DELTAS"
 GROUP, NAME = "sglang.srt.plugins", "slime"
 # A variable of SGLang's: log-probs are those of before the temperature.
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -39,6 +40,8 @@ _SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes"
 _DENSE = f"{_SCHEMES}.compressed_tensors_wNa16.CompressedTensorsWNA16"
 _EXPERTS = f"{_SCHEMES}.compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE"
 _TRITON = f"{_SCHEMES}.compressed_tensors_wNa16_moe.CompressedTensorsWNA16TritonMoE"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_BROADCAST = ("self", "names", "dtypes", "shapes", "group_name", "load_format")
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -73,6 +76,14 @@ def environment_of_model(directory: str, args: Mapping[str, Any]) -> dict[str, s
     return {INT4_VARIABLE: "1"}
 
 
+def environment_of_deltas() -> dict[str, str]:
+    """Returns the variables with which an engine takes deltas of weights by NCCL."""
+    if not is_found():
+        log.warning("SGLang will refuse weight deltas by NCCL: slime-rollout is not installed as a distribution")
+        return {}
+    return {DELTA_VARIABLE: "1"}
+
+
 def is_found() -> bool:
     """Tells whether SGLang would find this plug-in in the environment of this process."""
     return any(entry.name == NAME for entry in importlib.metadata.entry_points(group=GROUP))
@@ -84,6 +95,8 @@ def register() -> None:
         _register_sampler()
     if os.environ.get(INT4_VARIABLE):
         _register_updates()
+    if os.environ.get(DELTA_VARIABLE):
+        _register_deltas()
 
 
 def _register_sampler() -> None:
@@ -126,6 +139,18 @@ def _register_updates() -> None:
         return
     for name, hook, _ in hooks:
         HookRegistry.register(name, hook, HookType.AROUND)
+
+
+def _register_deltas() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pants: no-infer-dep
+
+    from slime.rollout.engines.sglang import broadcast_deltas
+
+    name = f"{_UPDATER}.update_weights_from_distributed"
+    if _parameters(name) != _BROADCAST:
+        log.error("SGLang will refuse weight deltas by NCCL: slime-rollout does not know its %s", name)
+        return
+    HookRegistry.register(name, broadcast_deltas.update_weights, HookType.AROUND)
 
 
 def _parameters(name: str) -> tuple[str, ...]:

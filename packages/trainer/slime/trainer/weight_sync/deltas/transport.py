@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from slime.trainer.weight_sync.base import Weights, WeightTransport
-from slime.trainer.weight_sync.snapshot import Snapshot
+from slime.trainer.weight_sync.deltas.snapshot import Snapshot
 from slime.types.clients import Engine
 from slime.types.errors import EngineError
 from slime.types.weight_deltas.buckets import VersionDelta, write_buckets

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,9 @@ from torch import Tensor
 from slime.trainer.weight_sync.base import Weights
 from slime.types.weight_deltas.buckets import TensorDelta, VersionDelta, encode_tensor
 from slime.types.weight_deltas.encoding import Bytes
+
+# Threads that encode: numpy, zstd and the checksums work without the interpreter's lock.
+THREADS = min(8, os.cpu_count() or 1)
 
 
 class Snapshot:
@@ -52,16 +58,28 @@ class Snapshot:
         """Takes the weights and yields the change of each tensor; sets `version` once all of them are taken."""
         assert self.version == about.base_version
         self.version, self.elements, self.changed = None, 0, 0
-        for name, tensor in weights:
-            dtype, shape, held = self._held[name]
-            new = _bytes(tensor)
-            delta = encode_tensor(about, name, dtype, shape, held, new)
-            self.elements += tensor.numel()
-            self.changed += delta.change.changed
-            if delta.change.changed:
-                np.copyto(held, new)
-            yield delta
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
+            under_way: deque[Future[TensorDelta]] = deque()
+            for name, tensor in weights:
+                self.elements += tensor.numel()
+                under_way.append(threads.submit(self._change, about, name, tensor))
+                if len(under_way) > THREADS:
+                    yield self._counted(under_way.popleft())
+            while under_way:
+                yield self._counted(under_way.popleft())
         self.version = about.version
+
+    def _change(self, about: VersionDelta, name: str, tensor: Tensor) -> TensorDelta:
+        dtype, shape, held = self._held[name]
+        new = _bytes(tensor)
+        delta = encode_tensor(about, name, dtype, shape, held, new)
+        if delta.change.changed:
+            np.copyto(held, new)
+        return delta
+
+    def _counted(self, delta: Future[TensorDelta]) -> TensorDelta:
+        self.changed += delta.result().change.changed
+        return delta.result()
 
     def weights(self) -> Weights:
         """Yields the tensors, which are parts of the snapshot."""

@@ -15,7 +15,7 @@ import torch
 
 from slime.trainer.checkpoints.hf_directory import WRITER
 from slime.trainer.weight_sync.base import Weights
-from slime.trainer.weight_sync.delta import Buckets, DeltaCarrier
+from slime.trainer.weight_sync.deltas.transport import Buckets, DeltaCarrier
 from slime.trainer.weight_sync.ipc import encoded
 from slime.trainer.weight_sync.published import FIELD, AfterWrite, PublishedVersions
 from slime.trainer.weight_sync.requests import EngineRequests, wait_for
@@ -40,9 +40,7 @@ class TensorCarrier(DeltaCarrier):
 
     def check(self, engines: Sequence[Engine]) -> None:
         self._whole.check_engines(engines)
-        for engine in engines:
-            if self.name not in engine.delta_carriers:
-                raise _takes_none(engine, self.name)
+        check_carrier(engines, self.name)
 
     def send_delta(
         self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
@@ -54,7 +52,7 @@ class TensorCarrier(DeltaCarrier):
                 # The next bucket was encoded while the engines applied this one.
                 refused |= refusals(*under_way)
                 query = urlencode({"weight_version": about.version, "last": str(last).lower(), "delta": "true"})
-                path, what = f"/update_weights_from_tensor?{query}", f"delta bucket {number} of {_describe(about)}"
+                path, what = f"/update_weights_from_tensor?{query}", f"delta bucket {number} of {describe_delta(about)}"
                 left = [engine for engine in engines if engine.name not in refused]
                 under_way = left, self._requests.start_each(left, path, bucket, what)
                 sent += len(bucket)
@@ -118,7 +116,7 @@ class DiskCarrier(DeltaCarrier):
                     (partial / names[-1]).write_bytes(bucket)
                     sent += len(bucket)
                 write_index(partial, about, names)
-            return sent, self._load(engines, path, about.version, about.lineage, _describe(about))
+            return sent, self._load(engines, path, about.version, about.lineage, describe_delta(about))
 
     def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
         with self._versions.version(version) as path:
@@ -175,6 +173,18 @@ def _loads_checkpoint(engine: Engine) -> bool:
     return "checkpoint" in engine.delta_carriers
 
 
+def check_carrier(engines: Sequence[Engine], carrier: str) -> None:
+    """Raises NotAvailable for an engine that takes no deltas by this carrier."""
+    for engine in engines:
+        if carrier not in engine.delta_carriers:
+            raise _takes_none(engine, carrier)
+
+
+def describe_delta(about: VersionDelta) -> str:
+    """Names a delta for errors."""
+    return f"weight version {about.version} as a delta of {about.base_version}"
+
+
 def _takes_none(engine: Engine, carrier: str) -> NotAvailable:
     return NotAvailable.unavailable(
         "--update-weight-mode delta", f"engine {engine.name} ({engine.kind}) takes no deltas by {carrier}"
@@ -194,7 +204,3 @@ def _pull(engine: Engine, order: Mapping[str, Any]) -> dict[str, Any]:
         "load_format": PULL,
         "flush_cache": False,
     }
-
-
-def _describe(about: VersionDelta) -> str:
-    return f"weight version {about.version} as a delta of {about.base_version}"

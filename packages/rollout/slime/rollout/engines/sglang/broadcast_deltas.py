@@ -1,0 +1,229 @@
+"""Applies deltas of weights that are broadcast to an SGLang engine (--update-weight-mode delta with NCCL).
+
+An engine has fused matrices, and each of its ranks only some of their rows or experts, but a delta is one of the
+tensors that the trainer sent. So they are read back: the model's own loader runs over empty tensors of their names and
+shapes, `ReadBack`, and every copy that it would make runs the other way. The ranks put their parts together, a tensor
+is changed and its checksum compared with the trainer's, and the loader loads it as in an update of all weights. No copy
+of the weights is kept. What a loader does not simply copy cannot be read back: such an engine refuses deltas.
+
+A bucket is loaded only if each of its tensors is the trainer's after the change.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.types.errors import DataLoss
+from slime.types.weight_deltas import BROADCAST, REFUSED
+from slime.types.weight_deltas.buckets import ITEM_BYTES, TensorDelta, VersionDelta, apply_tensor, read_bucket
+
+# Every tensor of a bucket begins at a multiple of it, so that it can be viewed in its type.
+ALIGNMENT = 16
+# Functions that give a tensor's values away, to where they are not followed.
+VALUES = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
+    Tensor.__index__, torch.is_nonzero, Tensor.is_nonzero,
+}  # fmt: skip
+
+THREADS = min(8, os.cpu_count() or 1)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
+# The largest of each element over all ranks of an engine, in place.
+Gather = Callable[[Tensor], object]
+
+
+def update_weights(
+    own: Callable[..., tuple[bool, str]], updater: Any, names: Any, dtypes: Any, shapes: Any, group_name: str,
+    load_format: str | None = None,
+) -> tuple[bool, str]:  # fmt: skip
+    """Receives a bucket and applies it, in place of `own`: SGLang's `WeightUpdater.update_weights_from_distributed`.
+
+    Returns whether it is loaded, and a message, which begins with REFUSED where all weights have to be sent.
+    """
+    if load_format != BROADCAST:
+        return own(updater, names, dtypes, shapes, group_name, load_format)
+    from sglang.srt.distributed import get_tp_group  # pants: no-infer-dep
+
+    try:
+        content = torch.empty(shapes[0], dtype=torch.uint8, device=updater.device)
+        dist.broadcast(content, src=0, group=updater._model_update_group[group_name])
+        tp = get_tp_group()
+        gather = _all_reduce(tp.device_group) if tp.world_size > 1 else None
+        apply_bucket(updater.get_model().load_weights, content.cpu().numpy().tobytes(), content.device, gather)
+    except DataLoss as error:
+        return False, REFUSED + error.message
+    except Exception as error:
+        return False, f"a weight delta could not be loaded: {type(error).__name__}: {error}"
+    return True, "Success"
+
+
+def _all_reduce(group: Any) -> Gather:
+    return lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
+def apply_bucket(load: Loader, data: bytes, device: torch.device, gather: Gather | None = None) -> None:
+    """Applies a bucket to the weights that `load` loads. Raises DataLoss; then nothing is changed.
+
+    load: a model's `load_weights`. data: see `slime.types.weight_deltas.buckets`. gather: where an engine has several
+    ranks, each of which calls this.
+    """
+    about, deltas = read_bucket(data)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
+        found = list(threads.map(partial(_apply, about), deltas, read_back(load, deltas, device, gather)))
+    changed = [
+        (delta.name, torch.from_numpy(new).view(getattr(torch, delta.dtype)).reshape(delta.shape).to(device))
+        for delta, new in zip(deltas, found, strict=True)
+        if new is not None
+    ]
+    if changed:
+        load(changed)
+
+
+def _apply(about: VersionDelta, delta: TensorDelta, held: Bytes | None) -> Bytes | None:
+    """Returns the bytes of a tensor after the change; None where nothing is to be loaded."""
+    if held is not None:
+        new = apply_tensor(about, delta, held)
+        return None if new is held else new
+    if delta.change.changed:
+        # The engine has no such tensor, or its loader waits for another one to load the two together.
+        raise DataLoss(f"{delta.name} has changed, and the model's loader leaves it out", field=delta.name)
+    return None
+
+
+def read_back(
+    load: Loader, tensors: Sequence[TensorDelta], device: torch.device, gather: Gather | None = None
+) -> list[Bytes | None]:
+    """Returns the bytes of the tensors that `load` has loaded, uint8 [n]; None for a tensor that it leaves out.
+
+    Raises DataLoss naming a tensor that it does not simply copy.
+    """
+    sizes = [ITEM_BYTES[tensor.dtype] * int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors]
+    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    content = torch.zeros(starts[-1] + ALIGNMENT, dtype=torch.uint8, device=device)
+    spans = list(zip(starts, sizes, strict=False))
+    reading = _Reading(content, {start: tensor.name for start, tensor in zip(starts, tensors, strict=False)})
+    with reading:
+        views = [(t.name, reading.view(span, t.dtype, t.shape)) for span, t in zip(spans, tensors, strict=True)]
+        error = _run(load, views)
+    found = [tensor.name in reading.found for tensor in tensors]
+    flags = torch.tensor([error is not None, *found], dtype=torch.uint8, device=device)
+    if gather is not None:
+        gather(flags)
+        gather(content)
+    failed, *found = flags.tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise DataLoss("another rank of the engine cannot read its weights back", field="weights")
+    held = content.cpu().numpy()
+    return [
+        held[start : start + size] if is_found else None for (start, size), is_found in zip(spans, found, strict=True)
+    ]
+
+
+def _run(load: Loader, tensors: Sequence[tuple[str, Tensor]]) -> DataLoss | None:
+    """Returns the error, so that this rank still takes part in what follows."""
+    try:
+        load(tensors)
+    except DataLoss as error:
+        return error
+    except Exception as error:
+        return DataLoss(f"the weights cannot be read back: {type(error).__name__}: {error}", field="weights")
+    return None
+
+
+@dataclass
+class _Reading:
+    """One run of a loader over tensors in `content`, uint8 [n]. names: by the first byte of each. found: those read."""
+
+    content: Tensor
+    names: Mapping[int, str]
+    found: set[str] = field(default_factory=set)
+
+    def __enter__(self) -> None:
+        # A loader may run in several threads.
+        with _lock:
+            _readings[_memory(self.content)] = self
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            del _readings[_memory(self.content)]
+
+    def view(self, span: tuple[int, int], dtype: str, shape: tuple[int, ...]) -> ReadBack:
+        start, size = span
+        tensor = self.content[start : start + size].view(getattr(torch, dtype)).reshape(shape)
+        return tensor.as_subclass(ReadBack)
+
+    def read(self, source: ReadBack, target: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = source.as_subclass(Tensor)
+            if plain.shape != target.shape:
+                raise self.error(source, f"copies {list(plain.shape)} to {list(target.shape)}")
+            plain.copy_(target.detach())
+        self.found.add(self.name(source))
+
+    def name(self, tensor: ReadBack) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            place = tensor.data_ptr() - self.content.data_ptr()
+        return self.names[max(start for start in self.names if start <= place)]
+
+    def error(self, tensor: ReadBack, what: str) -> DataLoss:
+        name = self.name(tensor)
+        return DataLoss(f"{name} cannot be read back: the model's loader {what}", field=name)
+
+
+_lock = threading.Lock()
+_readings: dict[int, _Reading] = {}
+
+
+class ReadBack(Tensor):
+    """A tensor into which a parameter is copied by whoever copies the tensor into the parameter.
+
+    Views of it may be made. Anything else that a loader may do with a weight raises DataLoss.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        tensors = list(_tensors([*args, *kwargs.values()]))
+        ours = [tensor for tensor in tensors if isinstance(tensor, cls)]
+        if not ours:
+            return super().__torch_function__(func, types, args, kwargs)
+        reading = _readings[_memory(ours[0])]
+        if func is Tensor.copy_ and len(ours) == 1 and tensors[1] is ours[0]:
+            reading.read(ours[0], args[0])
+            return args[0]
+        if func in VALUES or len(ours) < len(tensors):
+            raise reading.error(ours[0], f"calls {name}, and not copy_ alone")
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not set(map(_memory, _tensors([result]))) <= set(map(_memory, tensors)):
+            raise reading.error(ours[0], f"calls {name}, and not copy_ alone")
+        return result
+
+
+def _memory(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

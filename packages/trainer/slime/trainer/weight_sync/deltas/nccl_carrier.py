@@ -1,0 +1,62 @@
+"""Carries deltas to SGLang engines on GPUs of their own, in the broadcasts by which whole weights reach them.
+
+A plug-in in the engines' processes applies them: `slime.rollout.engines.sglang.broadcast_deltas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from slime.trainer.weight_sync.base import Weights
+from slime.trainer.weight_sync.broadcasts import Broadcaster, Message
+from slime.trainer.weight_sync.deltas.carriers import check_carrier, describe_delta
+from slime.trainer.weight_sync.deltas.transport import Buckets, DeltaCarrier
+from slime.trainer.weight_sync.nccl import NcclTransport
+from slime.types.clients import Engine
+from slime.types.errors import EngineError
+from slime.types.weight_deltas import BROADCAST, REFUSED
+from slime.types.weight_deltas.buckets import VersionDelta
+
+
+class NcclCarrier(DeltaCarrier):
+    name = "nccl"
+
+    def __init__(self, broadcaster: Broadcaster, bucket_bytes: int) -> None:
+        """bucket_bytes: of whole weights."""
+        self._broadcaster = broadcaster
+        self._whole = NcclTransport(broadcaster, bucket_bytes)
+
+    def check(self, engines: Sequence[Engine]) -> None:
+        self._whole.check_engines(engines)
+        check_carrier(engines, self.name)
+
+    def send_delta(
+        self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
+    ) -> tuple[int, dict[str, EngineError]]:
+        refused = dict[str, EngineError]()
+
+        def refusal(engine: Engine, error: EngineError) -> bool:
+            if REFUSED not in error.message:
+                return False
+            # The engine takes part in the broadcasts that remain.
+            refused.setdefault(engine.name, error)
+            return True
+
+        return self._broadcaster.send(engines, self._messages(about, buckets), refusal), refused
+
+    def _messages(self, about: VersionDelta, buckets: Buckets) -> Iterator[Message]:
+        for number, (bucket, last) in enumerate(buckets):
+            body = {"names": [BROADCAST], "dtypes": [BROADCAST], "shapes": [[len(bucket)]], "load_format": BROADCAST}
+            if last:
+                body["weight_version"] = str(about.version)  # type: ignore[assignment]
+            content = torch.frombuffer(bytearray(bucket), dtype=torch.uint8).to(self._broadcaster.device)
+            yield Message(f"delta bucket {number} of {describe_delta(about)}", body, content)
+
+    def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
+        on_device = ((name, tensor.to(self._broadcaster.device)) for name, tensor in weights)
+        return self._whole.send(engines, version, on_device)
+
+    def close(self) -> None:
+        self._whole.close()
