@@ -14,6 +14,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from slime.types.errors import DataLoss, InvalidFile, NotAvailable
 from slime.types.weight_deltas.checksums import find_checksum
-from slime.types.weight_deltas.encoding import Bytes, Change, apply, encode
+from slime.types.weight_deltas.encoding import Bytes, Change, apply, decode, encode
 
 COMPRESSION = "zstd"
 INDEX = "weight_delta.json"
@@ -74,22 +75,44 @@ def apply_tensor(about: VersionDelta, delta: TensorDelta, old: Bytes) -> Bytes:
 
     Raises DataLoss naming the tensor if the bytes are not the trainer's.
     """
-    where = f"weight version {about.version} as a delta of {about.base_version}: tensor {delta.name}"
     size = _bytes_of(delta)
     if size != len(old):
-        raise DataLoss(f"{where} has {size} bytes, {len(old)} are here", field=delta.name, value=len(old))
-    try:
+        message = f"{_where(about, delta)} has {size} bytes, {len(old)} are here"
+        raise DataLoss(message, field=delta.name, value=len(old))
+    with _named(about, delta):
         new = apply(old, delta.change, ITEM_BYTES[delta.dtype], about.delta_encoding)
-    except DataLoss as error:
-        raise DataLoss(f"{where}: {error.message}", field=delta.name) from error
+    check_tensor(about, delta, new)
+    return new
+
+
+def decode_tensor(about: VersionDelta, delta: TensorDelta) -> tuple[Any, Any]:
+    """Returns what `encoding.decode` does of a tensor that has changed. Raises DataLoss naming the tensor."""
+    item_bytes = ITEM_BYTES[delta.dtype]
+    with _named(about, delta):
+        return decode(delta.change, _bytes_of(delta) // item_bytes, item_bytes, about.delta_encoding)
+
+
+def check_tensor(about: VersionDelta, delta: TensorDelta, new: Bytes) -> None:
+    """Raises DataLoss naming the tensor if its bytes after the change are not the trainer's."""
     found = find_checksum(about.checksum_format)(new)
     if found != delta.checksum:
         raise DataLoss(
-            f"{where} has checksum {found} after the change, expected {delta.checksum}: the weights here are not the "
-            f"trainer's version {about.base_version}",
+            f"{_where(about, delta)} has checksum {found} after the change, expected {delta.checksum}: the weights "
+            f"here are not the trainer's version {about.base_version}",
             field=delta.name, value=found, expected=delta.checksum,
         )  # fmt: skip
-    return new
+
+
+@contextmanager
+def _named(about: VersionDelta, delta: TensorDelta) -> Iterator[None]:
+    try:
+        yield
+    except DataLoss as error:
+        raise DataLoss(f"{_where(about, delta)}: {error.message}", field=delta.name) from error
+
+
+def _where(about: VersionDelta, delta: TensorDelta) -> str:
+    return f"weight version {about.version} as a delta of {about.base_version}: tensor {delta.name}"
 
 
 def write_buckets(about: VersionDelta, tensors: Iterable[TensorDelta], max_bytes: int) -> Iterator[tuple[bytes, bool]]:

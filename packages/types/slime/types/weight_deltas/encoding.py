@@ -66,28 +66,38 @@ def apply(old: Bytes, change: Change, item_bytes: int, operation: str) -> Bytes:
     """Returns the new bytes, and leaves `old` as it is. Raises DataLoss for a payload that does not fit."""
     if change.form == "same":
         return old
+    before = _elements(old, item_bytes)
+    positions, values = decode(change, len(before), item_bytes, operation)
+    if positions is None:
+        return (before ^ values if operation == "xor" else values).view(np.uint8)
+    after = before.copy()
+    after[positions] = before[positions] ^ values if operation == "xor" else values
+    return after.view(np.uint8)
+
+
+def decode(change: Change, size: int, item_bytes: int, operation: str) -> tuple[Any, Any]:
+    """Returns the places of the elements that change, int64 [n] in ascending order, or None for all of the tensor's
+    `size` elements; and what `operation` does to them, unsigned integers [n]. Raises DataLoss as `apply` does.
+
+    change: of another form than `same`.
+    """
     if operation not in OPERATIONS:
         raise DataLoss(f"a delta is {operation!r}, expected {' or '.join(OPERATIONS)}")
-    before = _elements(old, item_bytes)
     if change.form == "dense":
-        values = _from_planes(_decompress(change.payload, len(old)), item_bytes)
-        return (before ^ values if operation == "xor" else values).view(np.uint8)
-    if change.form != "sparse" or change.gap_bytes not in (1, 2, 4, 8) or not 0 < change.changed <= len(before):
+        return None, _from_planes(_decompress(change.payload, size * item_bytes), item_bytes)
+    if change.form != "sparse" or change.gap_bytes not in (1, 2, 4, 8) or not 0 < change.changed <= size:
         raise DataLoss(
             f"a delta has form {change.form!r}, changed {change.changed}, gap_bytes {change.gap_bytes}, "
-            f"for a tensor of size {len(before)}"
+            f"for a tensor of size {size}"
         )
     split = change.changed * change.gap_bytes
     content = _decompress(change.payload, split + change.changed * item_bytes)
     gaps = _from_planes(content[:split], change.gap_bytes).astype(np.int64)
     positions = np.cumsum(gaps + 1) - 1
     # Distances that wrap around would not be in order.
-    if gaps.min() < 0 or gaps.max() >= len(before) or positions[-1] >= len(before):
-        raise DataLoss(f"a delta changes elements outside of the tensor, whose size is {len(before)}")
-    values = _from_planes(content[split:], item_bytes)
-    after = before.copy()
-    after[positions] = before[positions] ^ values if operation == "xor" else values
-    return after.view(np.uint8)
+    if gaps.min() < 0 or gaps.max() >= size or positions[-1] >= size:
+        raise DataLoss(f"a delta changes elements outside of the tensor, whose size is {size}")
+    return positions, _from_planes(content[split:], item_bytes)
 
 
 def _sparse(before: Any, after: Any, positions: Any, operation: str) -> Change:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,13 @@ from torch import Tensor
 
 from slime.types.errors import DataLoss
 from slime.types.weight_deltas import BROADCAST, REFUSED
-from slime.types.weight_deltas.buckets import ITEM_BYTES, TensorDelta, VersionDelta, apply_tensor, read_bucket
+from slime.types.weight_deltas.buckets import (
+    ITEM_BYTES,
+    TensorDelta,
+    check_tensor,
+    decode_tensor,
+    read_bucket,
+)
 
 # Every tensor of a bucket begins at a multiple of it, so that it can be viewed in its type.
 ALIGNMENT = 16
@@ -38,7 +43,7 @@ VALUES = {
 
 THREADS = min(8, os.cpu_count() or 1)
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 # The largest of each element over all ranks of an engine, in place.
 Gather = Callable[[Tensor], object]
@@ -73,6 +78,15 @@ def _all_reduce(group: Any) -> Gather:
     return lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
+@dataclass
+class _Part:
+    """A tensor of a bucket. tensor: its memory, from byte `start` of the bucket's."""
+
+    delta: TensorDelta
+    start: int
+    tensor: Tensor
+
+
 def apply_bucket(load: Loader, data: bytes, device: torch.device, gather: Gather | None = None) -> None:
     """Applies a bucket to the weights that `load` loads. Raises DataLoss; then nothing is changed.
 
@@ -80,57 +94,78 @@ def apply_bucket(load: Loader, data: bytes, device: torch.device, gather: Gather
     ranks, each of which calls this.
     """
     about, deltas = read_bucket(data)
+    content, parts = _lay_out(deltas, device)
+    held = read_back(load, content, {part.delta.name: part.tensor for part in parts}, gather)
+    changed = [part for part in parts if part.delta.change.changed]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
-        found = list(threads.map(partial(_apply, about), deltas, read_back(load, deltas, device, gather)))
-    changed = [
-        (delta.name, torch.from_numpy(new).view(getattr(torch, delta.dtype)).reshape(delta.shape).to(device))
-        for delta, new in zip(deltas, found, strict=True)
-        if new is not None
-    ]
+        for part, decoded in zip(changed, threads.map(lambda p: decode_tensor(about, p.delta), changed), strict=True):
+            name = part.delta.name
+            if name not in held:
+                # The engine has no such tensor, or its loader waits for another one to load the two together.
+                raise DataLoss(f"{name} has changed, and the model's loader leaves it out", field=name)
+            _change(part.tensor, *decoded, xor=about.delta_encoding == "xor")
+        new = _on_host(content).numpy()
+
+        def check(part: _Part) -> None:
+            check_tensor(about, part.delta, new[part.start : part.start + part.tensor.nbytes])
+
+        list(threads.map(check, [part for part in parts if part.delta.name in held]))
     if changed:
-        load(changed)
+        load([(part.delta.name, part.tensor) for part in changed])
 
 
-def _apply(about: VersionDelta, delta: TensorDelta, held: Bytes | None) -> Bytes | None:
-    """Returns the bytes of a tensor after the change; None where nothing is to be loaded."""
-    if held is not None:
-        new = apply_tensor(about, delta, held)
-        return None if new is held else new
-    if delta.change.changed:
-        # The engine has no such tensor, or its loader waits for another one to load the two together.
-        raise DataLoss(f"{delta.name} has changed, and the model's loader leaves it out", field=delta.name)
-    return None
-
-
-def read_back(
-    load: Loader, tensors: Sequence[TensorDelta], device: torch.device, gather: Gather | None = None
-) -> list[Bytes | None]:
-    """Returns the bytes of the tensors that `load` has loaded, uint8 [n]; None for a tensor that it leaves out.
-
-    Raises DataLoss naming a tensor that it does not simply copy.
-    """
-    sizes = [ITEM_BYTES[tensor.dtype] * int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors]
+def _lay_out(deltas: Sequence[TensorDelta], device: torch.device) -> tuple[Tensor, list[_Part]]:
+    """Returns memory for the tensors of a bucket, zeros, uint8 [n], and each tensor's part of it."""
+    sizes = [ITEM_BYTES[delta.dtype] * int(np.prod(delta.shape, dtype=np.int64)) for delta in deltas]
     starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
     content = torch.zeros(starts[-1] + ALIGNMENT, dtype=torch.uint8, device=device)
-    spans = list(zip(starts, sizes, strict=False))
-    reading = _Reading(content, {start: tensor.name for start, tensor in zip(starts, tensors, strict=False)})
+    return content, [
+        _Part(delta, start, content[start : start + size].view(getattr(torch, delta.dtype)).reshape(delta.shape))
+        for delta, start, size in zip(deltas, starts, sizes, strict=False)
+    ]
+
+
+def _change(tensor: Tensor, positions: Any, values: Any, *, xor: bool) -> None:
+    """Changes elements of a tensor in place. positions, values: as `encoding.decode` returns them."""
+    elements = tensor.view(-1).view(INTEGERS[tensor.itemsize])
+    new = torch.tensor(values.view(f"i{tensor.itemsize}"), device=tensor.device)
+    if positions is None:
+        elements.copy_(elements ^ new if xor else new)
+    else:
+        places = torch.tensor(positions, device=tensor.device)
+        elements[places] = elements[places] ^ new if xor else new
+
+
+def _on_host(content: Tensor) -> Tensor:
+    if content.device.type == "cpu":
+        return content
+    # Memory that is not pinned is copied at a fifth of the rate.
+    return torch.empty_like(content, device="cpu", pin_memory=True).copy_(content)
+
+
+def read_back(load: Loader, content: Tensor, parts: Mapping[str, Tensor], gather: Gather | None = None) -> set[str]:
+    """Fills tensors with what `load` has loaded; returns the names of those that it does not leave out.
+
+    content: zeros, uint8 [n], in which all of `parts` lie. Raises DataLoss naming a tensor that `load` does not simply
+    copy.
+    """
+    reading = _Reading(content, {part.data_ptr() - content.data_ptr(): name for name, part in parts.items()})
     with reading:
-        views = [(t.name, reading.view(span, t.dtype, t.shape)) for span, t in zip(spans, tensors, strict=True)]
-        error = _run(load, views)
-    found = [tensor.name in reading.found for tensor in tensors]
-    flags = torch.tensor([error is not None, *found], dtype=torch.uint8, device=device)
-    if gather is not None:
+        error = _run(load, [(name, part.as_subclass(ReadBack)) for name, part in parts.items()])
+    if gather is None:
+        failed, found = error is not None, reading.found
+    else:
+        flags = torch.tensor([error is not None, *(name in reading.found for name in parts)], device=content.device)
+        flags = flags.to(torch.uint8)
         gather(flags)
         gather(content)
-    failed, *found = flags.tolist()
+        failed, *is_found = flags.tolist()
+        found = {name for name, is_there in zip(parts, is_found, strict=True) if is_there}
     if error is not None:
         raise error
     if failed:
         raise DataLoss("another rank of the engine cannot read its weights back", field="weights")
-    held = content.cpu().numpy()
-    return [
-        held[start : start + size] if is_found else None for (start, size), is_found in zip(spans, found, strict=True)
-    ]
+    return found
 
 
 def _run(load: Loader, tensors: Sequence[tuple[str, Tensor]]) -> DataLoss | None:
@@ -160,11 +195,6 @@ class _Reading:
     def __exit__(self, *_: object) -> None:
         with _lock:
             del _readings[_memory(self.content)]
-
-    def view(self, span: tuple[int, int], dtype: str, shape: tuple[int, ...]) -> ReadBack:
-        start, size = span
-        tensor = self.content[start : start + size].view(getattr(torch, dtype)).reshape(shape)
-        return tensor.as_subclass(ReadBack)
 
     def read(self, source: ReadBack, target: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():

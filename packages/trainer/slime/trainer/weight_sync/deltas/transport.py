@@ -49,6 +49,8 @@ class DeltaCarrier(abc.ABC):
 
 
 class DeltaTransport(WeightTransport):
+    on_device = True
+
     def __init__(self, carrier: DeltaCarrier, encoding: str, checksum: str, bucket_bytes: int) -> None:
         self.name = carrier.name  # type: ignore[misc]
         self._carrier = carrier
