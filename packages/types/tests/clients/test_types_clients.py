@@ -196,6 +196,27 @@ def buffer() -> Iterator[tuple[BufferClient, Buffer]]:
             yield client, servicer
 
 
+@pytest.mark.parametrize(
+    ("call", "field", "words"),
+    [
+        (lambda client: client.open_run("a\ud800"), "run_id", "surrogates not allowed"),
+        (lambda client: client.lease_groups(2**31), "max_groups", "out of range: 2147483648"),
+        (lambda client: client.lease_groups("3"), "max_groups", "got '3'"),
+        (lambda client: client.drop_groups([1, 2**70], "why"), "group_indexes", "out of range"),
+        (lambda client: client.add_prompts(["a", "\ud800"]), "prompts[1].prompt", "text that UTF-8 can hold"),
+        (
+            lambda client: client.add_prompts([{"prompt": "a", "label": "\ud800"}]),
+            "prompts[0].label", "text that UTF-8 can hold",
+        ),
+    ],
+)  # fmt: skip
+def test_a_value_that_no_message_can_hold_is_named(buffer: Any, call: Any, field: str, words: str) -> None:
+    client, servicer = buffer
+    with pytest.raises(InvalidField, match=words) as caught:
+        call(client)
+    assert caught.value.field == field and not servicer.requests
+
+
 def test_the_buffer_client_joins_runs(buffer: Any) -> None:
     client, servicer = buffer
     assert client.open_run("run", last_committed_step=3) == Writer("run", 2, 7) == client.writer

@@ -7,14 +7,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
-from slime.types.errors import DeadlineExceeded, SlimeError
+from slime.types.errors import DeadlineExceeded, InvalidField, SlimeError
 from slime.types.rpc import RpcSettings, connect
 from slime.v1 import buffer_pb2
 
+P = ParamSpec("P")
+M = TypeVar("M")
 # For a call that may last as long as a run; gRPC needs some deadline.
 NO_DEADLINE = 10.0 * 365 * 86400
+
+
+def build(kind: Callable[P, M], *_: P.args, **fields: P.kwargs) -> M:
+    """Returns a message of `kind` with these fields. Raises InvalidField naming one that cannot hold its value."""
+    make: Any = kind
+    try:
+        return cast(M, make(**fields))
+    except (TypeError, ValueError):
+        for name, value in fields.items():
+            try:
+                make(**{name: value})
+            except (TypeError, ValueError) as error:
+                raise InvalidField(name, repr(value), f"a value that can be sent: {error}") from None
+        raise
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,7 @@ class Writer:
     next_step: int = 0
 
     def to_proto(self) -> buffer_pb2.Writer:
-        return buffer_pb2.Writer(run_id=self.run_id, incarnation=self.incarnation)
+        return build(buffer_pb2.Writer, run_id=self.run_id, incarnation=self.incarnation)
 
 
 class Client:

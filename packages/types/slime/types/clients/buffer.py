@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from slime.types.blobs import BlobReader, resolver
-from slime.types.clients.base import Client, Writer
+from slime.types.clients.base import Client, Writer, build
 from slime.types.clients.buffer_records import (
     AddPromptsResult,
     GroupInfo,
@@ -71,7 +71,7 @@ class BufferClient(Client):
         last_committed_step: the last step in the checkpoint that the run continues from, -1 without one; later steps
         are sealed again with the same groups.
         """
-        request = buffer_pb2.OpenRunRequest(run_id=run_id, last_committed_step=last_committed_step)
+        request = build(buffer_pb2.OpenRunRequest, run_id=run_id, last_committed_step=last_committed_step)
         answer = self._call("OpenRun", request)
         self.writer = Writer(answer.writer.run_id, answer.writer.incarnation, answer.next_step)
         return self.writer
@@ -91,8 +91,8 @@ class BufferClient(Client):
         call is retried only if it has a key.
         """
         messages = [prompt_to_proto(prompt, position) for position, prompt in enumerate(prompts)]
-        requests = [buffer_pb2.AddPromptsRequest(key=key, dataset=dataset)]
-        requests += [buffer_pb2.AddPromptsRequest(prompts=chunk) for chunk in chunk_messages(messages)]
+        requests = [build(buffer_pb2.AddPromptsRequest, key=key, dataset=dataset)]
+        requests += [build(buffer_pb2.AddPromptsRequest, prompts=chunk) for chunk in chunk_messages(messages)]
         answer = self._call("AddPrompts", requests if key else iter(requests))
         return AddPromptsResult(answer.added, answer.first_group_index, answer.duplicate)
 
@@ -112,7 +112,8 @@ class BufferClient(Client):
         request_id = secrets.token_hex(8)
 
         def lease(wait: float) -> list[LeasedGroup]:
-            request = buffer_pb2.LeaseGroupsRequest(
+            request = build(
+                buffer_pb2.LeaseGroupsRequest,
                 request_id=request_id,
                 writer=self._writer(),
                 worker_id=worker_id or f"{socket.gethostname()}-{os.getpid()}",
@@ -132,7 +133,7 @@ class BufferClient(Client):
 
     def renew_leases(self, tokens: Sequence[str], ttl_seconds: float = 600.0) -> list[str]:
         """Extends leases; returns the tokens of those that had already ended."""
-        request = buffer_pb2.RenewLeasesRequest(writer=self._writer(), tokens=tokens, ttl_seconds=ttl_seconds)
+        request = build(buffer_pb2.RenewLeasesRequest, writer=self._writer(), tokens=tokens, ttl_seconds=ttl_seconds)
         return list(self._call("RenewLeases", request).lost_tokens)
 
     def return_group(self, token: str, samples: Sequence[Sample] = ()) -> None:
@@ -176,7 +177,7 @@ class BufferClient(Client):
 
     def reject_group(self, token: str, reason: str) -> None:
         self._call(
-            "RejectGroup", buffer_pb2.RejectGroupRequest(writer=self._writer(), lease_token=token, reason=reason)
+            "RejectGroup", build(buffer_pb2.RejectGroupRequest, writer=self._writer(), lease_token=token, reason=reason)
         )
 
     def requeue_groups(self, worker_id: str, *, unsealed: bool = False) -> int:
@@ -185,7 +186,7 @@ class BufferClient(Client):
         unsealed: also the groups that any worker completed or rejected and that no step has counted yet; they start
         again from their prompts.
         """
-        request = buffer_pb2.RequeueGroupsRequest(writer=self._writer(), worker_id=worker_id, unsealed=unsealed)
+        request = build(buffer_pb2.RequeueGroupsRequest, writer=self._writer(), worker_id=worker_id, unsealed=unsealed)
         return self._call("RequeueGroups", request).groups
 
     def seal_step(
@@ -203,7 +204,7 @@ class BufferClient(Client):
         """
 
         def seal(wait: float) -> SealedStep:
-            request = buffer_pb2.SealStepRequest(
+            request = build(buffer_pb2.SealStepRequest,
                 writer=self._writer(), step=step, num_groups=num_groups, wait_seconds=wait, metrics=metrics,
                 pace=None if pace is None else pace.to_proto(),
             )  # fmt: skip
@@ -215,7 +216,7 @@ class BufferClient(Client):
     def store_plan(self, step: int, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Stores the plan of a sealed step; returns the one that is stored, which is the first."""
         own = plain(plan, "plan")
-        request = buffer_pb2.StorePlanRequest(writer=self._writer(), step=step, plan_json=encode_plain(own))
+        request = build(buffer_pb2.StorePlanRequest, writer=self._writer(), step=step, plan_json=encode_plain(own))
         stored = self._call("StorePlan", request).plan_json
         return own if stored == request.plan_json else json.loads(stored)
 
@@ -224,7 +225,7 @@ class BufferClient(Client):
         DeadlineExceeded."""
 
         def get(wait: float) -> dict[str, Any]:
-            request = buffer_pb2.GetPlanRequest(step=step, wait_seconds=wait)
+            request = build(buffer_pb2.GetPlanRequest, step=step, wait_seconds=wait)
             return {"": json.loads(self._call("GetPlan", request, _waiting(wait)).plan_json)}
 
         # Wrapped, because an empty plan is an answer, too.
@@ -253,8 +254,8 @@ class BufferClient(Client):
 
     def _read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
         blobs = self.blobs
-        request = buffer_pb2.ReadStepRequest(
-            step=step, positions=positions, blob_store="" if blobs is None else blobs.name
+        request = build(
+            buffer_pb2.ReadStepRequest, step=step, positions=positions, blob_store="" if blobs is None else blobs.name
         )
         for message in self._stream("ReadStep", request):
             resolve = None if blobs is None else resolver(message.samples, blobs)
@@ -262,16 +263,16 @@ class BufferClient(Client):
                 yield sample_from_proto(sample, resolve=resolve)
 
     def acknowledge_step(self, step: int) -> None:
-        self._call("AcknowledgeStep", buffer_pb2.AcknowledgeStepRequest(writer=self._writer(), step=step))
+        self._call("AcknowledgeStep", build(buffer_pb2.AcknowledgeStepRequest, writer=self._writer(), step=step))
 
     def commit_steps(self, step: int) -> None:
         """Commits every step up to and including `step`."""
-        self._call("CommitSteps", buffer_pb2.CommitStepsRequest(writer=self._writer(), step=step))
+        self._call("CommitSteps", build(buffer_pb2.CommitStepsRequest, writer=self._writer(), step=step))
 
     def rewind_steps(self, last_step: int) -> None:
         """Makes `last_step` the last trained step again, for a trainer that continues from that state; commits
         nothing."""
-        self._call("RewindSteps", buffer_pb2.RewindStepsRequest(writer=self._writer(), last_step=last_step))
+        self._call("RewindSteps", build(buffer_pb2.RewindStepsRequest, writer=self._writer(), last_step=last_step))
 
     def read_groups(
         self,
@@ -284,7 +285,8 @@ class BufferClient(Client):
 
         They may be any number, and their reader may take any time, as in `read_step`.
         """
-        request = buffer_pb2.ReadGroupsRequest(
+        request = build(
+            buffer_pb2.ReadGroupsRequest,
             states=[state_number(state) for state in states],  # type: ignore[misc]
             group_indexes=group_indexes,
             limit=limit,
@@ -303,7 +305,8 @@ class BufferClient(Client):
         after_group_index: int | None = None,
     ) -> Iterator[GroupInfo]:
         """Yields the same groups as `read_groups`, without their samples."""
-        request = buffer_pb2.ListGroupsRequest(
+        request = build(
+            buffer_pb2.ListGroupsRequest,
             states=[state_number(state) for state in states],  # type: ignore[misc]
             group_indexes=group_indexes,
             limit=limit,
@@ -335,17 +338,17 @@ class BufferClient(Client):
 
         Returns the steps that have to be sealed and planned again: those sealed with the groups, and all later ones.
         """
-        request = buffer_pb2.DropGroupsRequest(group_indexes=group_indexes, reason=reason, quarantine=quarantine)
+        request = build(buffer_pb2.DropGroupsRequest, group_indexes=group_indexes, reason=reason, quarantine=quarantine)
         return list(self._call("DropGroups", request).unsealed_steps)
 
     def read_evaluation_set(self, name: str) -> list[SampleGroup]:
         """Returns the prompts of an evaluation set, in order. Raises NotFound naming the known sets."""
-        request = buffer_pb2.ReadEvaluationSetRequest(name=name)
+        request = build(buffer_pb2.ReadEvaluationSetRequest, name=name)
         return [group_from_proto(message.group) for message in self._long_stream("ReadEvaluationSet", request)]
 
     def read_place(self, step: int) -> bytes:
         """Returns the content of a --data-place file: the place in the data after `step`, where a new buffer begins."""
-        request = buffer_pb2.ReadPlaceRequest(step=step)
+        request = build(buffer_pb2.ReadPlaceRequest, step=step)
         return b"".join(message.part for message in self._long_stream("ReadPlace", request))
 
     def stats(self) -> Stats:

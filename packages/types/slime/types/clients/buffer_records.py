@@ -16,7 +16,7 @@ from slime.types.sample import SampleGroup
 from slime.types.sample.status import STATUS_BY_NUMBER
 from slime.types.sample.summary import SampleSummary
 from slime.types.sample.validate import check_finite
-from slime.types.wire.json_fields import to_json
+from slime.types.wire.json_fields import is_utf8, to_json
 from slime.v1 import buffer_pb2
 
 M = TypeVar("M", bound=Message)
@@ -148,7 +148,7 @@ def prompt_to_proto(prompt: str | Mapping[str, Any], position: int) -> buffer_pb
     message = buffer_pb2.Prompt()
     text = row["prompt"]
     if isinstance(text, str):
-        message.text = text
+        message.text = _text(text, f"{field}.prompt")
     elif isinstance(text, list) and all(isinstance(turn, Mapping) for turn in text):
         message.messages_json = to_json(text, f"{field}.prompt")
     else:
@@ -156,10 +156,16 @@ def prompt_to_proto(prompt: str | Mapping[str, Any], position: int) -> buffer_pb
     if row.get("label") is not None:
         label = row["label"]
         check_finite(f"{field}.label", label)
-        message.label = label if isinstance(label, str) else to_json(label, f"{field}.label")
+        message.label = _text(label if isinstance(label, str) else to_json(label, f"{field}.label"), f"{field}.label")
     if row.get("metadata"):
         message.metadata_json = to_json(row["metadata"], f"{field}.metadata")
     return message
+
+
+def _text(text: str, field: str) -> str:
+    if not is_utf8(text):
+        raise InvalidField(field, repr(text), "text that UTF-8 can hold")
+    return text
 
 
 def _reward(message: buffer_pb2.SampleSummary) -> Any:

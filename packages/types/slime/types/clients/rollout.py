@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.types.clients.base import NO_DEADLINE, Client
+from slime.types.clients.base import NO_DEADLINE, Client, build
 from slime.types.codec import sample_from_proto
 from slime.types.errors import RemoteError, SlimeError
 from slime.types.pace import TrainerPace
@@ -126,7 +126,8 @@ class RolloutClient(Client):
         summary_metrics: False leaves out the metrics that the caller computes itself, from the summaries of a
         `SealedStep`.
         """
-        request = rollout_pb2.GenerateRequest(
+        request = build(
+            rollout_pb2.GenerateRequest,
             writer=self._writer(),
             rollout_id=rollout_id,
             num_groups=num_groups,
@@ -142,7 +143,7 @@ class RolloutClient(Client):
 
         rollout_id: the first iteration that trains on what is generated.
         """
-        request = rollout_pb2.GenerateRequest(writer=self._writer(), rollout_id=rollout_id, pace=pace.to_proto())
+        request = build(rollout_pb2.GenerateRequest, writer=self._writer(), rollout_id=rollout_id, pace=pace.to_proto())
         call = self._stub.Generate(request, timeout=NO_DEADLINE)
         stop.attach(call.cancel)
         try:
@@ -162,7 +163,7 @@ class RolloutClient(Client):
         on_progress: Progress | None = None,
     ) -> EvaluateResult:
         """Runs the evaluation sets `names`, or all of them. on_progress gets (completed samples, total)."""
-        request = rollout_pb2.EvaluateRequest(rollout_id=rollout_id, names=names)
+        request = build(rollout_pb2.EvaluateRequest, rollout_id=rollout_id, names=names)
         last = self._last("Evaluate", request, timeout, on_progress, lambda m: (m.completed_samples, m.num_samples))
         return EvaluateResult(dict(last.metrics), [sample_from_proto(s) for s in last.examples])
 
@@ -188,48 +189,48 @@ class RolloutClient(Client):
 
     def begin_weight_update(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
         """Pauses the engines; returns the members of the update."""
-        request = rollout_pb2.BeginWeightUpdateRequest(writer=self._writer(), weight_version=weight_version)
+        request = build(rollout_pb2.BeginWeightUpdateRequest, writer=self._writer(), weight_version=weight_version)
         return _engines(self._call("BeginWeightUpdate", request, timeout).engines)
 
     def begin_joining(self, weight_version: int, timeout: float | None = None) -> list[Engine]:
         """Begins an update of the engines that were started again or have joined and wait for weights, while the others
         serve; returns its members. There are none where the others serve another version."""
-        request = rollout_pb2.BeginWeightUpdateRequest(
-            writer=self._writer(), weight_version=weight_version, joining=True
+        request = build(
+            rollout_pb2.BeginWeightUpdateRequest, writer=self._writer(), weight_version=weight_version, joining=True
         )
         return _engines(self._call("BeginWeightUpdate", request, timeout).engines)
 
     def commit_weight_update(self, weight_version: int, timeout: float | None = None) -> None:
         """Checks that every member holds `weight_version` and lets it serve."""
-        request = rollout_pb2.CommitWeightUpdateRequest(writer=self._writer(), weight_version=weight_version)
+        request = build(rollout_pb2.CommitWeightUpdateRequest, writer=self._writer(), weight_version=weight_version)
         self._call("CommitWeightUpdate", request, timeout)
 
     def abort_weight_update(self, weight_version: int, reason: str, timeout: float | None = None) -> None:
         """Aborts the update; its members do not serve until another one is committed."""
-        request = rollout_pb2.AbortWeightUpdateRequest(
-            writer=self._writer(), weight_version=weight_version, reason=reason
+        request = build(
+            rollout_pb2.AbortWeightUpdateRequest, writer=self._writer(), weight_version=weight_version, reason=reason
         )
         self._call("AbortWeightUpdate", request, timeout)
 
     def offload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
         """Stops the engines and frees parts of their GPU memory: "weights", "kv_cache", "cuda_graph", or all."""
-        self._call("Offload", rollout_pb2.OffloadRequest(writer=self._writer(), parts=parts), timeout)
+        self._call("Offload", build(rollout_pb2.OffloadRequest, writer=self._writer(), parts=parts), timeout)
 
     def onload(self, parts: Sequence[str] = (), timeout: float | None = None) -> None:
         """Allocates the engines' GPU memory again.
 
         Weights come back empty unless the engines keep a copy; engines serve again after the next committed update.
         """
-        self._call("Onload", rollout_pb2.OnloadRequest(writer=self._writer(), parts=parts), timeout)
+        self._call("Onload", build(rollout_pb2.OnloadRequest, writer=self._writer(), parts=parts), timeout)
 
     def add_engine(self, url: str, timeout: float | None = None) -> Engine:
         """Lets an engine that the run has not started join it. Raises the errors of an engine that cannot join."""
-        answer = self._call("AddEngine", rollout_pb2.AddEngineRequest(url=url), timeout)
+        answer = self._call("AddEngine", build(rollout_pb2.AddEngineRequest, url=url), timeout)
         return _engines([answer.engine])[0]
 
     def remove_engine(self, url: str, timeout: float | None = None) -> None:
         """Lets such an engine leave. Returns once its requests have gone on elsewhere."""
-        self._call("RemoveEngine", rollout_pb2.RemoveEngineRequest(url=url), timeout)
+        self._call("RemoveEngine", build(rollout_pb2.RemoveEngineRequest, url=url), timeout)
 
 
 def _engines(messages: Any) -> list[Engine]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slime.types.clients.base import Client
+from slime.types.clients.base import Client, build
 from slime.types.wire.tensor import tensor_from_proto
 from slime.v1 import trainer_pb2, trainer_pb2_grpc
 
@@ -49,8 +49,12 @@ class TrainerClient(Client):
 
     def train_and_score(self, step: int, num_groups: int, positions: Sequence[int], timeout: float) -> TrainedStep:
         """Does what `train_step` does; also returns the log-probs of the samples at `positions` of the sealed step."""
-        request = trainer_pb2.TrainStepRequest(
-            writer=self._writer(), step=step, num_groups=num_groups, log_prob_positions=positions
+        request = build(
+            trainer_pb2.TrainStepRequest,
+            writer=self._writer(),
+            step=step,
+            num_groups=num_groups,
+            log_prob_positions=positions,
         )
         answer = self._call("TrainStep", request, timeout)
         found = {position: tensor_from_proto(tensor) for position, tensor in answer.log_probs.items()}
@@ -58,8 +62,8 @@ class TrainerClient(Client):
 
     def update_weights(self, weight_version: int, timeout: float, *, joining: bool = False) -> dict[str, float]:
         """Pushes the policy's weights to the engines (collective). joining: only to engines that were started again."""
-        request = trainer_pb2.UpdateWeightsRequest(
-            writer=self._writer(), weight_version=weight_version, joining=joining
+        request = build(
+            trainer_pb2.UpdateWeightsRequest, writer=self._writer(), weight_version=weight_version, joining=joining
         )
         return dict(self._call("UpdateWeights", request, timeout).metrics)
 
@@ -69,11 +73,11 @@ class TrainerClient(Client):
         for_restart: a checkpoint for ranks of this run that are started again: it always holds the optimizer, and no
         step is committed.
         """
-        request = trainer_pb2.SaveCheckpointRequest(
-            writer=self._writer(), step=step, path=path, for_restart=for_restart
+        request = build(
+            trainer_pb2.SaveCheckpointRequest, writer=self._writer(), step=step, path=path, for_restart=for_restart
         )
         return self._call("SaveCheckpoint", request, timeout).path
 
     def export_model(self, path: str, timeout: float) -> str:
         """Writes a Hugging Face directory (collective)."""
-        return self._call("ExportModel", trainer_pb2.ExportModelRequest(path=path), timeout).path
+        return self._call("ExportModel", build(trainer_pb2.ExportModelRequest, path=path), timeout).path

@@ -19,9 +19,10 @@ from slime.rollout.engines.embedded.model.routing import FLAG
 from slime.types.errors import InvalidField, counted
 from slime.types.models.vision import images_id
 
-KNOWN = ("input_ids", "text", "sampling_params", "rid", "return_logprob", "stream", "incremental",
-         "return_text_in_logprobs", "logprob_start_len", "top_logprobs_num", "model", "priority", "image_data",
-         "return_routed_experts", "return_top_p_token_ids")  # fmt: skip
+SWITCHES = ("return_logprob", "stream", "incremental", "return_text_in_logprobs", "return_routed_experts",
+            "return_top_p_token_ids")  # fmt: skip
+KNOWN = ("input_ids", "text", "sampling_params", "rid", "logprob_start_len", "top_logprobs_num", "model", "priority",
+         "image_data", *SWITCHES)  # fmt: skip
 NOT_HERE = ("audio_data", "video_data", "input_embeds", "lora_path", "return_hidden_states")
 
 MOST_PROMPTS = 1 << 16
@@ -34,10 +35,12 @@ def parse_generate(body: Mapping[str, Any], loaded: Loaded) -> tuple[list[Respon
             raise InvalidField(name, "given", "nothing: the embedded engine takes text and images only")
         if name not in KNOWN and name not in NOT_HERE:
             raise InvalidField(name, value, f"one of {', '.join(KNOWN)}")
+        if name in SWITCHES and not (value is None or isinstance(value, bool)):
+            raise InvalidField(name, value, "true or false")
     if body.get("return_routed_experts") and loaded.routing is None:
         raise InvalidField("return_routed_experts", True, f"nothing: the engine was started without {FLAG}")
     prompts, batched = _prompts(body, loaded)
-    params = _spread("sampling_params", body.get("sampling_params") or {}, len(prompts), Mapping)
+    params = _spread("sampling_params", body.get("sampling_params"), len(prompts), Mapping)
     prompt_field = "input_ids" if body.get("text") is None else "text"
     rids = _spread("rid", body.get("rid"), len(prompts), str)
     if len(prompts) > 1 and isinstance(body.get("rid"), str):
