@@ -115,11 +115,27 @@ def test_an_empty_answer_is_a_sample_without_tokens(generate: Generate, server: 
     assert code == 0 and (sample["response"], sample["response_length"], sample["reward"]) == ("", 0, 0.0)
 
 
-def test_a_busy_server_is_asked_again(generate: Generate, server: TextServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reason", "status"), [("length", "truncated"), ("content_filter", "failed"), ({"type": "x"}, "completed")]
+)
+def test_an_answer_that_did_not_end_by_itself_says_so(
+    generate: Generate, server: TextServer, reason: Any, status: str
+) -> None:
+    server.answer = lambda _: {"choices": [{"finish_reason": reason, "text": "1"}]}
+    code, output = generate(prompts=("12>",))
+    (sample,) = map(json.loads, output.read_text().splitlines())
+    assert code == 0 and (sample["response"], sample["status"]) == ("1", status)
+
+
+def test_a_busy_server_is_asked_again_and_told_of_once(
+    generate: Generate, server: TextServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(openai_server, "FIRST_WAIT_SECONDS", 0.0)
     server.statuses = [429, 503]
     code, output = generate(prompts=("12>",))
     assert code == 0 and len(server.bodies) == 3 and output.is_file()
+    (told,) = [message for message in caplog.messages if "asked again" in message]
+    assert "with 429: not now; asked again up to 7 times" in told
 
 
 def test_a_server_that_stays_busy_ends_the_command_and_the_same_command_goes_on(

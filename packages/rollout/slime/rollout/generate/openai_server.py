@@ -7,6 +7,7 @@ of it, and there are no log-probs.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ from slime.types import Sample
 from slime.types.errors import EngineError, InvalidSetting, SlimeError, Unauthenticated, counted
 from slime.types.wire.json_fields import is_utf8
 
+log = logging.getLogger(__name__)
 FLAG = "--openai-url"
 KEY_FLAG = "--openai-api-key-file"
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -27,6 +29,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 BUSY = (429, 500, 502, 503, 504)
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 ATTEMPTS = 8
+# Answers that did not end by themselves: a filter has taken away all of one, or the rest of it.
+ENDS = {"length": Sample.Status.TRUNCATED, "content_filter": Sample.Status.FAILED}
 # Characters: vocabularies have tokens of 128 spaces, or of as many hyphens.
 LONGEST_TOKEN = 1024
 # Settings of engines, which a server of somebody else does not have, and of functions that generate in its place.
@@ -81,6 +85,7 @@ class OpenAIServer(EngineHTTP):
         key = read_key(address.api_key_file, KEY_FLAG) if address.api_key_file else os.environ.get(KEY_VARIABLE)
         super().__init__(address.url, FLAG, timeout_seconds=timeout_seconds, api_key=key or None)
         self._model = address.model
+        self._is_busy = False
 
     async def generate(self, args: RolloutArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         """Generates the response of `sample`, as text, in place. Raises what `EngineHTTP` raises, naming the prompt."""
@@ -104,7 +109,7 @@ class OpenAIServer(EngineHTTP):
                 f"prompt {sample.group_index}, counted from 0: {error.message}",
                 field=error.field, value=error.value, expected=error.expected,
             ) from error  # fmt: skip
-        sample.status = Sample.Status.TRUNCATED if finished == "length" else Sample.Status.COMPLETED
+        sample.status = ENDS.get(finished, Sample.Status.COMPLETED)
         return sample
 
     async def _patiently(self, path: str, body: dict[str, Any]) -> Any:
@@ -112,10 +117,17 @@ class OpenAIServer(EngineHTTP):
         wait = FIRST_WAIT_SECONDS
         for attempt in range(ATTEMPTS):
             try:
-                return await self.post(path, body, repeatable=True)
+                answer = await self.post(path, body, repeatable=True)
+                self._is_busy = False
+                return answer
             except EngineError as error:
                 if error.value not in map(str, BUSY) or attempt == ATTEMPTS - 1:
                     raise
+                if not self._is_busy:
+                    # Other prompts wait for the same server.
+                    times = counted(ATTEMPTS - 1, "time")
+                    log.warning("%s; asked again up to %s, with longer and longer waits", error, times)
+                self._is_busy = True
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
@@ -128,7 +140,7 @@ class OpenAIServer(EngineHTTP):
         return EngineError(str(error), field=FLAG, value=status) if status in BUSY else error
 
 
-def _answer(answer: Any, max_tokens: int) -> tuple[str, Any]:
+def _answer(answer: Any, max_tokens: int) -> tuple[str, str]:
     """Returns (text, finish reason) of the first choice. Raises EngineError, also for a text that cannot be one of
     `max_tokens` tokens: a tokenizer takes minutes for 50 MB."""
     try:
@@ -136,7 +148,7 @@ def _answer(answer: Any, max_tokens: int) -> tuple[str, Any]:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         if not isinstance(text, str | None):
             raise TypeError
-        text, finished = text or "", choice.get("finish_reason")
+        text, finished = text or "", str(choice.get("finish_reason"))
     except (KeyError, IndexError, TypeError, AttributeError):
         raise EngineError(
             f"{FLAG}: the server answered without choices[0].message.content: {str(answer)[:200]}", field=FLAG
