@@ -114,9 +114,11 @@ def write_model(directory: Path, family: str) -> Path:
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForConditionalGeneration")(config).to(torch.bfloat16).save_pretrained(directory)
     if family == "qwen3_5":
-        # Published models have both, SGLang goes by them, and transformers writes neither.
+        # Published models have these, SGLang goes by them, and transformers does not write them all.
         about = json.loads((directory / "config.json").read_text())
         about["text_config"]["full_attention_interval"] = 2
+        # SGLang reads it here, and takes 0.25 where it is in rope_parameters alone.
+        about["text_config"]["partial_rotary_factor"] = positions["partial_rotary_factor"]
         about["vision_config"]["deepstack_visual_indexes"] = []
         (directory / "config.json").write_text(json.dumps(about))
     return directory

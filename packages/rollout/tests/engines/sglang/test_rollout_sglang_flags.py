@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import textwrap
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from slime.rollout.engines.sglang.launch import SGLangOptions, divide_gpus, serv
 from slime.rollout.engines.sglang.read_flags import ServerFlag
 from slime.rollout.engines.sglang.reserved import RESERVED
 from slime.rollout.settings.rollout import RolloutSettings
-from slime.types.errors import InvalidFile, InvalidSetting, UnknownFlag
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, UnknownFlag
 from slime.types.settings import parse
 
 SOURCE = textwrap.dedent('''
@@ -244,3 +246,30 @@ def test_the_tokens_that_a_run_allows_its_engines_reach_sglang() -> None:
     assert not any("max-total-tokens" in word for word in own)
     with pytest.raises(InvalidSetting, match="--rollout-engine-max-total-tokens 5000 and --sglang-max-total-tokens"):
         commands(rollout_engine_max_total_tokens=5000, sglang_args={"max_total_tokens": 6000})
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, False),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.5}, False),
+        ({}, False),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, True),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25}, True),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_that_sglang_would_rotate_otherwise_is_refused(
+    tmp_path: Path, text: dict[str, Any], refused: bool, inside: bool
+) -> None:
+    text = {"model_type": "qwen3_5_text" if inside else "qwen3_next", **text}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text} if inside else text))
+    if not refused:
+        RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")
+        return
+    with pytest.raises(NotAvailable, match="partial_rotary_factor is 0.5, but SGLang would take 0.25"):
+        RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")
+    RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="embedded")
+    file.write_text("{")
+    RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.rollout.children.environment import search_path
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from slime.rollout.settings.rollout import RolloutSettings
 
 T = TypeVar("T")
+# Models of which SGLang reads the share of a head's channels that turn with the position in one place of config.json
+# alone, and what it takes where there is none (0.5.17, configs/qwen3_next.py).
+PARTLY_ROTATED, ROTATED = ("qwen3_next", "qwen3_5"), 0.25
 
 FLUSH_SECONDS = 60.0
 # SGLang derives the fraction from the size of the GPU and of its batches; this is the usual result.
@@ -53,6 +58,7 @@ class SGLang(EngineKind):
         return NotAvailable.requires("--rollout-engine sglang", "SGLang", "it is not installed")
 
     def check(self, settings: RolloutSettings) -> None:
+        _check_rotation(settings.hf_checkpoint)
         name = "rollout_top_p" if settings.rollout_top_p < 1 else "rollout_top_k"
         if settings.samples_from_nuclei and settings.sglang_args.get("speculative_algorithm"):
             raise InvalidSetting.conflict(
@@ -141,3 +147,22 @@ class SGLang(EngineKind):
             await client.flush_cache(FLUSH_SECONDS)
         except InvalidField as error:
             raise EngineError(error.message, field=client.name) from error
+
+
+def _check_rotation(directory: str) -> None:
+    """Raises NotAvailable for a model that SGLang would compute otherwise than transformers, without saying so."""
+    file = Path(directory) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        wanted = (text.get("rope_parameters") or {}).get("partial_rotary_factor")
+        taken = text.get("partial_rotary_factor", ROTATED)
+    except (OSError, ValueError, AttributeError):
+        # Whoever loads the model tells what is wrong with it.
+        return
+    if str(text.get("model_type", "")).startswith(PARTLY_ROTATED) and wanted not in (None, taken):
+        raise NotAvailable(
+            f"{file}: rope_parameters.partial_rotary_factor is {wanted}, but SGLang would take {taken}: write the "
+            "number beside rope_parameters too, as partial_rotary_factor",
+            field="partial_rotary_factor", value=wanted, expected=str(taken),
+        )  # fmt: skip
