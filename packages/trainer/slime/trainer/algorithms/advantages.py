@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slime.trainer.process.moving import to_device
+
 
 def broadcast_rewards(rewards: Tensor, lengths: Sequence[int]) -> Tensor:
     """[S] -> [K]: A_t = rho for every token."""
-    return torch.repeat_interleave(rewards, torch.tensor(list(lengths), device=rewards.device))
+    repeats = to_device(torch.tensor(list(lengths)), rewards.device)
+    # Without the size the host would wait for the device to tell it.
+    return torch.repeat_interleave(rewards, repeats, output_size=sum(lengths))
 
 
 def reinforce_plus_plus(

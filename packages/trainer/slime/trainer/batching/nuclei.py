@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from slime.trainer.algorithms.nucleus import Nuclei
+from slime.trainer.process.moving import to_device
 from slime.types.errors import InvalidField
 from slime.types.sample import Sample
 
@@ -78,4 +79,4 @@ def lay_nuclei(
             "micro-batches smaller",
         )  # fmt: skip
     found = keys & 0xFFFFFFFF, keys >> 32, np.searchsorted(keys, drawn)
-    return Nuclei(*(torch.from_numpy(each.astype(np.int32)).to(device) for each in found))
+    return Nuclei(*(to_device(torch.from_numpy(each.astype(np.int32)), device) for each in found))

@@ -25,6 +25,7 @@ from slime.trainer.batching.layout import RowLayout
 from slime.trainer.batching.nuclei import lay_nuclei
 from slime.trainer.batching.runs import Runs
 from slime.trainer.batching.trunks import Trunk
+from slime.trainer.process.moving import to_device
 from slime.types.errors import InvalidField, NotAvailable, counted
 from slime.types.models.vision import Vision
 from slime.types.sample import Sample
@@ -202,7 +203,7 @@ def pack(
     ]
 
     def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(array, dtype=dtype).to(device)
+        return to_device(torch.as_tensor(array, dtype=dtype), device)
 
     joined = vision.join(layout.images) if vision is not None and layout.images else {}
     grid_positions = layout.grid_positions()
@@ -223,7 +224,7 @@ def pack(
         total_lengths=[len(tokens) for tokens in layout.tokens_of],
         positions=list(positions),
         images={name: torch.from_numpy(array) for name, array in joined.items()} or None,
-        image_places=torch.from_numpy(layout.image_places()).to(device)[None] if joined else None,
+        image_places=to_device(torch.from_numpy(layout.image_places()), device)[None] if joined else None,
         # All rows of a step are on the device at once.
         experts=to(layout.experts(), torch.int16) if experts is not None else None,
         nuclei=of_nuclei,

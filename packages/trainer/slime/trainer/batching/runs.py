@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.trainer.process.moving import to_device
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrompts:
@@ -112,7 +114,7 @@ class Runs:
     def gathered(lengths: Sequence[int], keys: Sequence[np.ndarray], device: torch.device | str) -> Runs:
         """Makes runs whose keys are gathered. keys: for each run the tokens that it sees, [k] int64."""
         k_lengths = [len(seen) for seen in keys]
-        index = torch.from_numpy(np.concatenate(keys)).to(device)
+        index = to_device(torch.from_numpy(np.concatenate(keys)), device)
         return Runs(
             list(lengths), k_lengths, _limits(lengths, device), _limits(k_lengths, device), index,
             max(lengths), max(k_lengths),
@@ -176,7 +178,7 @@ class Runs:
 
 def _index(tokens: np.ndarray, device: torch.device) -> Tensor | None:
     in_order = np.array_equal(tokens, np.arange(len(tokens)))
-    return None if in_order else torch.from_numpy(tokens).to(device)
+    return None if in_order else to_device(torch.from_numpy(tokens), device)
 
 
 def varies(tensor: Tensor, dim: int) -> Tensor:
@@ -186,4 +188,4 @@ def varies(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _limits(lengths: Sequence[int], device: torch.device | str, first: int = 0) -> Tensor:
-    return torch.tensor([*itertools.accumulate(lengths, initial=first)], dtype=torch.int32, device=device)
+    return to_device(torch.tensor([*itertools.accumulate(lengths, initial=first)], dtype=torch.int32), device)

@@ -62,7 +62,7 @@ class CriticStep:
         sums: dict[str, Tensor] = {}
 
         def loss(number: int, batch: PackedBatch, outputs: Outputs) -> Tensor:
-            targets = work.targets[number]
+            targets = work.target(number)
             assert targets is not None and targets.values is not None and outputs.values is not None
             of_tokens, clipped = clipped_value_loss(
                 outputs.values, targets.values, targets.returns, self.settings.value_clip

@@ -37,7 +37,7 @@ def write_train_data(template: str, rollout: int, rank: int, updates: list[Work]
         for i, batch in enumerate(work.batches):
             if batch is None:
                 continue
-            targets = work.targets[i]
+            targets = work.target(i)
             tensors: dict[str, Tensor | None] = {
                 "positions": torch.tensor(batch.positions),
                 "updates": torch.full((batch.num_samples,), number),

@@ -32,7 +32,7 @@ def find_cause(error: NonFiniteGradient, work: Work, backend: Backend, ranks: Ra
 
 def _samples(work: Work, backend: Backend) -> Iterator[str]:
     for number, outputs in enumerate(backend.scores(work.batches)):
-        batch, targets = work.batches[number], work.targets[number]
+        batch, targets = work.batches[number], work.target(number)
         if batch is None:
             continue
         values: dict[str, Tensor | None] = {"the policy's log-probs": None if outputs is None else outputs.log_probs}

@@ -107,7 +107,7 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
     data: dict[str, Any] = {name: [] for name in (*OF_TARGETS, *OF_BATCH, *ABOUT)}
     parts: dict[str, list[Any]] = {}
     for work, i in places:
-        batch, targets = work.batches[i], work.targets[i]
+        batch, targets = work.batches[i], work.target(i)
         assert batch is not None and targets is not None
         samples = [work.samples[position] for position in batch.positions]
         part = as_lists(batch, targets) | {
@@ -121,7 +121,7 @@ def postprocess(function: Callable[..., Any], args: Any, rollout: int, updates: 
     function(args, rollout, data)
     first = 0
     for work, i in places:
-        batch, targets = work.batches[i], work.targets[i]
+        batch, targets = work.batches[i], work.target(i)
         assert batch is not None and targets is not None
         chosen = slice(first, first + batch.num_samples)
         first = chosen.stop

@@ -35,6 +35,7 @@ from slime.trainer.step.common_turns import compare
 from slime.trainer.step.critic import CriticStep
 from slime.trainer.step.dump import write_train_data
 from slime.trainer.step.loss import Loss, Sums
+from slime.trainer.step.micro_batches import MicroBatches
 from slime.trainer.step.nonfinite import find_cause
 from slime.trainer.step.sharing import ReadSamples, ReplicaReader
 from slime.trainer.step.targets import Preparation, Work
@@ -49,7 +50,7 @@ MUCH_REPEATED = 1.25
 class TrainStep:
     """Runs steps of one trainer; `run` is collective. each_reads: see ReplicaReader.
 
-    before_passes: called when the samples are on the device. before_update: called before each use of the optimizer's
+    before_passes: called when the samples have been read. before_update: called before each use of the optimizer's
     state, which only updates read.
     """
 
@@ -141,7 +142,7 @@ class TrainStep:
         return self.backend.can_share_prompts and (self._critic is None or self._critic.can_share_prompts)
 
     def _read(self, plan: dict[str, Any], read: ReadSamples) -> list[Work]:
-        """Reads this replica's share of every update, packed."""
+        """Reads this replica's share of every update; one rank alone packs a micro-batch when it is computed."""
         backend = self.backend
         lengths, prefixes = lengths_of(plan, share_prompts=self._shares_prompts), None
         assigned = first = self._assign(plan, lengths)
@@ -228,9 +229,13 @@ class TrainStep:
         works = []
         pack_one = functools.partial(self._pack_one, plan, samples=samples, prefixes=prefixes, share=share)
         for number, micro_batches in enumerate(assigned.shares):
-            batches = passes = [pack_one(each) for each in micro_batches]
+            batches = passes = MicroBatches([functools.partial(pack_one, each) for each in micro_batches])
             if assigned.scored and s.compute_advantages_and_returns:
-                passes = [pack_one(each) for each in assigned.scored[number]]
+                passes = MicroBatches([functools.partial(pack_one, each) for each in assigned.scored[number]])
+            if self.ranks.world_size > 1:
+                # An error of one rank is told to the others here, and not while they wait for its passes.
+                batches.pack_all()
+                passes.pack_all()
             of_update = {p: samples[p] for micro_batch in micro_batches for p in micro_batch}
             works.append(Work(batches, [None] * len(batches), passes, of_update))
         return works
@@ -274,7 +279,7 @@ class TrainStep:
                 found = zip(batch.positions, scored.split(batch.lengths), strict=True)
                 self._scored.update({p: part for p, part in found if p in positions})
             samples = [work.samples[position] for position in batch.positions]
-            return self.loss(batch, outputs, work.targets[number], samples, max(1, denominator), sums)
+            return self.loss(batch, outputs, work.target(number), samples, max(1, denominator), sums)
 
         with self.ranks.leaving_on_error():
             self.backend.forward_backward(work.batches, loss, entropy=self.loss.entropy, logits=self.loss.logits)

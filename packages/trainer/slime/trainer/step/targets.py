@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -18,9 +19,12 @@ from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.step import rollout_data
 from slime.trainer.step.loss import Targets
+from slime.trainer.step.micro_batches import MicroBatches
 from slime.trainer.step.old_policies import OldPolicies, token_versions, trained_versions
 from slime.types.plugins import load_setting
 from slime.types.sample import Sample
+
+Batches: TypeAlias = "MicroBatches | list[PackedBatch | None]"
 
 
 @dataclasses.dataclass
@@ -28,16 +32,24 @@ class Work:
     """This rank's micro-batches of an update and their targets; None where the rank has no samples.
 
     scored: the same samples in the micro-batches of passes that only compute log-probs, often `batches` itself.
-    samples: by position.
+    samples: by position. prepare: makes the targets of a micro-batch that has none yet, by its number.
     """
 
-    batches: list[PackedBatch | None]
+    batches: Batches
     targets: list[Targets | None]
-    scored: list[PackedBatch | None]
+    scored: Batches
     samples: dict[int, Sample]
+    prepare: Callable[[int], Targets | None] | None = None
+
+    def target(self, number: int) -> Targets | None:
+        """Returns the targets of a micro-batch."""
+        if self.targets[number] is None and self.prepare is not None:
+            self.targets[number] = self.prepare(number)
+        return self.targets[number]
 
     def pairs(self) -> Iterator[tuple[PackedBatch, Targets]]:
-        for batch, targets in zip(self.batches, self.targets, strict=True):
+        for number, batch in enumerate(self.batches):
+            targets = self.target(number)
             if batch is not None and targets is not None:
                 yield batch, targets
 
@@ -67,9 +79,13 @@ class Preparation:
     def run(self, rollout: int, updates: list[Work]) -> dict[str, float]:
         """Sets the targets of every micro-batch of every update, before the first of them changes the policy.
 
-        Returns metrics.
+        Targets that depend on their own micro-batch alone are made when it is trained. Returns metrics.
         """
         if not self.settings.compute_advantages_and_returns:
+            return {}
+        if self._are_alone(len(updates)):
+            for number, work in enumerate(updates):
+                work.prepare = functools.partial(self._alone, work, moved=number > 0)
             return {}
         metrics = self._score_all(updates)
         self.ranks.together(lambda: self._estimate_all(updates))
@@ -82,6 +98,22 @@ class Preparation:
             postprocess = self._postprocess
             self.ranks.together(lambda: rollout_data.postprocess(postprocess, self.args, rollout, updates))
         return metrics
+
+    def _are_alone(self, updates: int) -> bool:
+        """Tells whether the targets of a micro-batch need no forward pass, no plug-in and no other micro-batch."""
+        s = self.settings
+        passes = self._needs_old_log_probs(updates) or s.needs_reference or s.keep_old_actor or s.use_rollout_entropy
+        plugins = self._advantages is not None or self._postprocess is not None
+        return not (passes or plugins or s.use_opd or s.normalize_advantages or self._values is not None)
+
+    def _alone(self, work: Work, number: int, *, moved: bool) -> Targets | None:
+        batch, none = work.batches[number], torch.empty(0)
+        if batch is None:
+            return None
+        old = _of_engine(batch) if self.settings.use_rollout_logprobs else None
+        targets = Targets(advantages=none, returns=none, old_log_probs=old, ref_log_probs=None, moved=moved)
+        self._estimate(batch, targets, work.samples)
+        return targets
 
     def _needs_old_log_probs(self, updates: int) -> bool:
         """Returns False if the policy at the start of the update is the old policy: `log_probs.detach()` of the update

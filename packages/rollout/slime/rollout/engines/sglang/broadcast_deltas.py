@@ -25,13 +25,7 @@ from torch import Tensor
 
 from slime.types.errors import DataLoss
 from slime.types.weight_deltas import BROADCAST, REFUSED
-from slime.types.weight_deltas.buckets import (
-    ITEM_BYTES,
-    TensorDelta,
-    check_tensor,
-    decode_tensor,
-    read_bucket,
-)
+from slime.types.weight_deltas.buckets import ITEM_BYTES, TensorDelta, check_tensor, decode_tensor, read_bucket
 
 # Every tensor of a bucket begins at a multiple of it, so that it can be viewed in its type.
 ALIGNMENT = 16
@@ -42,7 +36,7 @@ VALUES = {
 }  # fmt: skip
 
 THREADS = min(8, os.cpu_count() or 1)
-
+# By the bytes of an element: types whose bits can be changed.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 # The largest of each element over all ranks of an engine, in place.
@@ -139,7 +133,7 @@ def _change(tensor: Tensor, positions: Any, values: Any, *, xor: bool) -> None:
 def _on_host(content: Tensor) -> Tensor:
     if content.device.type == "cpu":
         return content
-    # Memory that is not pinned is copied at a fifth of the rate.
+    # A GPU copies to pinned memory faster.
     return torch.empty_like(content, device="cpu", pin_memory=True).copy_(content)
 
 

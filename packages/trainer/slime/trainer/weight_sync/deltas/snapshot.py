@@ -93,6 +93,6 @@ def _about(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 def _bytes(tensor: Tensor) -> Any:
     content = tensor.reshape(-1).view(torch.uint8)
     if content.device.type == "cuda":
-        # Memory that is not pinned is copied at a fifth of the rate. The allocator keeps it for the next tensor.
+        # A GPU copies to pinned memory faster, and the allocator keeps it for the next tensor.
         content = torch.empty_like(content, device="cpu", pin_memory=True).copy_(content)
     return content.numpy()
