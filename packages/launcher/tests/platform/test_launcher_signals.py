@@ -92,10 +92,11 @@ def test_a_block_that_is_not_even_interrupted_is_abandoned() -> None:
         left.set()
 
     with pytest.raises(KeyboardInterrupt), deferred(0.01, abandon):
-        signal.raise_signal(signal.SIGINT)
-        while not left.is_set():
-            with suppress(KeyboardInterrupt):
-                left.wait(60)
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+            threading.Event().wait(60)
+            pytest.fail("nothing interrupted it")
+        left.wait(60)
     assert abandoned == [signal.SIGINT]
 
 
