@@ -25,6 +25,7 @@ from gpu_needs import ATTENTION, needs
 from slime.rollout.engines.client import EngineClient
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
+from slime.rollout.engines.sglang.installed import drops_image_positions
 from slime.rollout.engines.sglang.launch import SGLangOptions, start_sglang
 from slime.rollout.prompts.media import Media
 
@@ -275,6 +276,8 @@ def test_a_response_taken_up_again_keeps_its_tokens(
 def test_a_colocated_run_trains_on_what_its_engine_saw(
     family: str, backend: str, directory: Path, tmp_path: Path
 ) -> None:
+    if family == "qwen3_5" and drops_image_positions():
+        pytest.skip("this SGLang is refused: it ignores the rows and columns of image tokens of Qwen3.5")
     rows = [
         {"prompt": "which<image>?", "images": ["first.png"], "label": "a"},
         {"prompt": "<image>or<image>?", "images": ["wide.png", "second.png"], "label": "e"},

@@ -9,14 +9,13 @@ into SGLang. GET /held tells the checksums of the tensors of both ranks.
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from multiprocessing import Pipe, Process
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+
+from json_answers import JsonHandler
 
 RANKS = 2
 TIMEOUT = timedelta(seconds=30)
@@ -150,28 +151,18 @@ def main(model: str) -> None:
                 own = first.answer(path, body)
                 return [own, ours.recv()]
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 held = [content for _, content in both("/held", {})] if self.path == "/held" else None
-                self.tell(200, {"weight_version": version[0], "held": held})
+                self.answer(200, {"weight_version": version[0], "held": held})
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.body()
                 (success, message), (success_too, _) = both(self.path, body)
                 success = success and success_too
                 if success and body.get("weight_version") is not None:
                     version[0] = body["weight_version"]
-                self.tell(200 if success else 400, {"success": success, "message": message})
-
-            def tell(self, status: int, content: dict[str, Any]) -> None:
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
+                self.answer(200 if success else 400, {"success": success, "message": message})
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from broadcast_engine import RANKS, BroadcastEngine, Part
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, NotAvailable
 from weight_delta_engines import change, post, sender, version_of, write_model
 
 
@@ -73,17 +73,34 @@ def test_an_engine_that_lost_its_weights_gets_all_of_them_in_the_same_update(
     updates.close()
 
 
-def test_an_engine_that_cannot_load_a_delta_ends_the_update_and_gets_all_weights_next(
+CARRIER = "slime.trainer.weight_sync.deltas.nccl_carrier"
+
+
+def test_an_engine_without_the_plug_in_is_named_before_anything_is_trained(
     engine: BroadcastEngine, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Gloo leaves a group only when its broadcast has ended, NCCL at once.
+    updates, _ = sender(engine, model, update_weight_dtype="bfloat16", update_weight_timeout_seconds=5.0)
+    with monkeypatch.context() as patched:
+        # SGLang without it finds no such type.
+        patched.setattr(f"{CARRIER}.BROADCAST", "of_tomorrow")
+        with pytest.raises(NotAvailable, match="engine sglang-0 has no plug-in .* use --update-weight-transport disk"):
+            updates.push(1)
+    updates.push(1)
+    updates.close()
+
+
+def test_an_engine_that_cannot_load_a_delta_ends_the_update_and_gets_all_weights_next(
+    engine: BroadcastEngine, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     updates, backend = sender(engine, model, update_weight_dtype="bfloat16", update_weight_timeout_seconds=5.0)
     updates.push(1)
     change(backend, 1)
     with monkeypatch.context() as patched:
-        # As if its plug-in were another version's: it finds no such type.
-        patched.setattr("slime.trainer.weight_sync.deltas.nccl_carrier.BROADCAST", "of_tomorrow")
-        with pytest.raises(EngineError, match="engine sglang-0 .* delta bucket 0 of weight version 2.*of_tomorrow"):
+        # A failure that is not a refusal.
+        patched.setattr(f"{CARRIER}.REFUSED", "another text")
+        post(engine, "/reset", {})
+        with pytest.raises(EngineError, match="engine sglang-0 .* delta bucket .* of weight version 2.*has checksum"):
             updates.push(2)
     updates.push(2)
     assert updates.metrics["perf/update_weights_whole_engines"] == 1

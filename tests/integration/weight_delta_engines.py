@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from json_answers import JsonHandler
 from slime.converters.convert import fp8
 from slime.rollout.engines.registry import KINDS
 from slime.trainer.backends.build import build_backend
@@ -80,12 +81,12 @@ class SGLangStandIn:
         self.before_loading: Callable[[], Any] = lambda: None
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 self.answer(200, {"weight_version": outer.version})
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.body()
                 outer.before_loading()
                 if self.path == "/update_weights_from_tensor":
                     self.answer(200, outer.run_loader(body))
@@ -95,16 +96,6 @@ class SGLangStandIn:
                     self.answer(200, {"success": True, "message": "Success"})
                 else:
                     self.answer(400, {"success": False, "message": "Failed to get weights iterator"})
-
-            def answer(self, status: int, content: dict[str, Any]) -> None:
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

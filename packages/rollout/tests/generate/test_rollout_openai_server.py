@@ -134,8 +134,8 @@ def test_a_busy_server_is_asked_again_and_told_of_once(
     server.statuses = [429, 503]
     code, output = generate(prompts=("12>",))
     assert code == 0 and len(server.bodies) == 3 and output.is_file()
-    (told,) = [message for message in caplog.messages if "asked again" in message]
-    assert "with 429: not now; asked again up to 7 times" in told
+    (told,) = [message for message in caplog.messages if "retrying" in message]
+    assert "with 429: not now; retrying up to 7 times" in told
 
 
 def test_a_server_that_stays_busy_ends_the_command_and_the_same_command_goes_on(

@@ -126,7 +126,7 @@ class OpenAIServer(EngineHTTP):
                 if not self._is_busy:
                     # Other prompts wait for the same server.
                     times = counted(ATTEMPTS - 1, "time")
-                    log.warning("%s; asked again up to %s, with longer and longer waits", error, times)
+                    log.warning("%s; retrying up to %s, 1 to 30 s apart", error, times)
                 self._is_busy = True
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
@@ -136,7 +136,7 @@ class OpenAIServer(EngineHTTP):
         if status == 401:
             message = f"{self.url} answered {method} {path} with 401: name the file of its key by {KEY_FLAG}, or set "
             return Unauthenticated(f"{message}{KEY_VARIABLE}", field=KEY_FLAG, expected="the API key of the server")
-        # A busy server refuses nothing.
+        # These can be retried, so they are no refusals.
         return EngineError(str(error), field=FLAG, value=status) if status in BUSY else error
 
 

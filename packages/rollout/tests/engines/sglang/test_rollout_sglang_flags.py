@@ -268,8 +268,29 @@ def test_a_model_that_sglang_would_rotate_otherwise_is_refused(
     if not refused:
         RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")
         return
-    with pytest.raises(NotAvailable, match="partial_rotary_factor is 0.5, but SGLang would take 0.25"):
+    with pytest.raises(NotAvailable, match="factor is 0.5, which SGLang does not read, and it would use 0.25"):
         RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")
     RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="embedded")
     file.write_text("{")
     RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")
+
+
+@pytest.mark.parametrize(("kernel", "refused"), [("pos = tl.load(p)", True), ("if MROPE: ...", False), (None, False)])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_images_for_a_qwen3_5_are_refused_where_sglang_would_misplace_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kernel: str | None, refused: bool
+) -> None:
+    package = tmp_path / "sglang"
+    monkeypatch.setattr(installed, "_package", lambda: package)
+    if kernel is not None:
+        file = package / installed.QWEN3_5_KERNEL
+        file.parent.mkdir(parents=True)
+        file.write_text(kernel)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {"depth": 1}}))
+    if refused and family == "qwen3_5":
+        with pytest.raises(NotAvailable, match="ignores in which row and column .* use SGLang 0.5.23, or"):
+            KINDS["sglang"].check_images(str(model))
+    else:
+        KINDS["sglang"].check_images(str(model))

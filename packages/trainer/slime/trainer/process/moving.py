@@ -1,4 +1,4 @@
-"""Copies tensors to the device of a row, which may be computing another row meanwhile."""
+"""Copies host tensors to a device without blocking the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a tensor of the host. A GPU gets it after what it was given before, for which the host does not wait."""
+    """Copies a host tensor. On CUDA the copy is queued on the current stream, and the host does not wait for it."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
-    # From memory that is not pinned, the host would wait.
+    # A copy from memory that is not pinned would block the host.
     return tensor.pin_memory().to(device, non_blocking=True)

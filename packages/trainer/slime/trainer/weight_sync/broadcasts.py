@@ -2,7 +2,7 @@
 
 POST {engine}/init_weights_update_group once, while rank 0 joins the same group; then for each message
 /update_weights_from_distributed, while rank 0 broadcasts its bytes. While engines load a message, the next one is made
-and announced. The group stays until the engines are others, an update fails, or the trainer ends
+and announced. The group is reused until the engines change, an update fails, or the trainer ends
 (/destroy_weights_update_group).
 """
 

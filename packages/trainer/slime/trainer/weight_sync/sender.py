@@ -133,10 +133,10 @@ class WeightSender:
             carrier: DiskCarrier | NcclCarrier | TensorCarrier = TensorCarrier(size, timeout)
             if name == "nccl":
                 if isinstance(self._form, Int4Form):
-                    raise NotAvailable.conflict(
-                        "--update-weight-mode delta", f"--hf-checkpoint {s.hf_checkpoint}",
-                        "SGLang lays INT4 out in another way when it loads it, and a delta by NCCL changes weights as "
-                        "they were sent: use --update-weight-transport disk",
+                    raise NotAvailable.requires(
+                        "--update-weight-mode delta", "--update-weight-transport disk",
+                        f"SGLang repacks INT4 when it loads --hf-checkpoint {s.hf_checkpoint}, and a delta by NCCL "
+                        "applies to weights as they were sent",
                     )  # fmt: skip
                 carrier = NcclCarrier(Broadcaster(self._backend.device, timeout), size)
             elif name == "disk":
@@ -210,7 +210,9 @@ def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:
     kinds = ", ".join(sorted({engine.kind for engine in engines}))
     if settings.update_weight_mode == "delta" and not all(taken):
         raise NotAvailable.unavailable(
-            "--update-weight-mode delta", f"some of the engines ({kinds}) take whole weights only"
+            "--update-weight-mode delta",
+            f"some of the engines ({kinds}) take full updates only; SGLang takes deltas where the run has started it",
+            "--update-weight-mode full",
         )
     if settings.update_weight_mode == "delta":
         raise NotAvailable.requires(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from slime.types.errors import DeadlineExceeded, InvalidField, SlimeError
 from slime.types.rpc import RpcSettings, connect
 from slime.v1 import buffer_pb2
@@ -29,8 +31,21 @@ def build(kind: Callable[P, M], *_: P.args, **fields: P.kwargs) -> M:
             try:
                 make(**{name: value})
             except (TypeError, ValueError) as error:
-                raise InvalidField(name, repr(value), f"a value that can be sent: {error}") from None
+                raise InvalidField(name, repr(value), f"{_kind_of(kind, name)} ({error})") from None
         raise
+
+
+def _kind_of(message: Any, field: str) -> str:
+    """Words what a field of a message takes."""
+    found = message.DESCRIPTOR.fields_by_name.get(field)
+    kind = None if found is None else found.cpp_type
+    if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32):
+        return "an integer of 32 bits"
+    if kind in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64):
+        return "an integer of 64 bits"
+    if kind in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
+        return "a number"
+    return "text that UTF-8 can hold" if kind == FieldDescriptor.CPPTYPE_STRING else "another value"
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def check_deltas(args: Mapping[str, Any]) -> None:
     if args["update_weight_local_checkpoint_dir"] is not None and args["rollout_external_engine_addrs"]:
         raise InvalidSetting.conflict(
             "--update-weight-local-checkpoint-dir", "--rollout-external-engine-addrs",
-            "SGLang is told by a pickle what to load, and only engines that the run has started get one",
+            "only engines that the run has started have the loader that reads this directory",
         )  # fmt: skip
     kind = KINDS.get(args["rollout_engine"])
     if args["update_weight_mode"] != "delta" or kind is None:
@@ -114,14 +114,20 @@ def check_deltas(args: Mapping[str, Any]) -> None:
             "--update-weight-mode delta", f"--rollout-engine {kind.name}", f"{kind.title} takes whole weights only"
         )
     transport = args["update_weight_transport"]
-    if "tensor" not in kind.delta_carriers and (transport == "tensor" or (transport == "auto" and args["colocate"])):
+    if transport == "tensor" and "tensor" not in kind.delta_carriers:
+        raise InvalidSetting.conflict(
+            "--update-weight-transport tensor", f"--rollout-engine {kind.name}",
+            f"{kind.title} takes deltas by NCCL or from a disk; leave the flag out, or give nccl or disk",
+        )  # fmt: skip
+    if transport == "auto" and args["colocate"] and "tensor" not in kind.delta_carriers:
         raise InvalidSetting.requires(
-            "--update-weight-mode delta", "--update-weight-transport disk",
-            f"{kind.title} takes deltas from a disk, or by NCCL on GPUs of its own",
+            "--update-weight-mode delta",
+            "--update-weight-transport disk, --update-weight-disk-dir and --update-weight-local-checkpoint-dir",
+            f"with --colocate {kind.title} shares the trainer's GPUs, and NCCL connects separate ones only",
         )  # fmt: skip
     has_place = args["update_weight_local_checkpoint_dir"] is not None
     if transport == "disk" and "checkpoint" in kind.delta_carriers and not has_place:
         raise InvalidSetting.requires(
             "--update-weight-mode delta", "--update-weight-local-checkpoint-dir DIR",
-            f"{kind.title} loads a checkpoint on its own host",
+            f"{kind.title} loads a whole checkpoint, which deltas update in this directory on every engine's host",
         )  # fmt: skip

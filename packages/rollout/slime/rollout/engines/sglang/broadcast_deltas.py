@@ -1,12 +1,13 @@
 """Applies deltas of weights that are broadcast to an SGLang engine (--update-weight-mode delta with NCCL).
 
-An engine has fused matrices, and each of its ranks only some of their rows or experts, but a delta is one of the
-tensors that the trainer sent. So they are read back: the model's own loader runs over empty tensors of their names and
-shapes, `ReadBack`, and every copy that it would make runs the other way. The ranks put their parts together, a tensor
-is changed and its checksum compared with the trainer's, and the loader loads it as in an update of all weights. No copy
-of the weights is kept. What a loader does not simply copy cannot be read back: such an engine refuses deltas.
+SGLang fuses and shards the tensors of a checkpoint, so the delta of one of them has no single place to go. The model's
+own `load_weights` therefore runs over empty tensors, `ReadBack`, which turn each `copy_` round: from the parameter into
+the tensor. The ranks combine their shards by all-reduce; then the delta is applied, the checksum compared with the
+trainer's, and the tensor loaded as in a full update. No second copy of the model is kept, only the tensors of one
+bucket. A loader that does more than copy cannot be read back: such an engine refuses deltas.
 
-A bucket is loaded only if each of its tensors is the trainer's after the change.
+A bucket is loaded only if the checksums of all its tensors match. After a refusal the trainer sends all weights, which
+replaces the buckets that were loaded before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from slime.types.weight_deltas.buckets import ITEM_BYTES, TensorDelta, check_ten
 
 # Every tensor of a bucket begins at a multiple of it, so that it can be viewed in its type.
 ALIGNMENT = 16
-# Functions that give a tensor's values away, to where they are not followed.
+# Functions that read values out of a tensor, which cannot be turned round.
 VALUES = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
     Tensor.__index__, torch.is_nonzero, Tensor.is_nonzero,
@@ -88,6 +89,9 @@ def apply_bucket(load: Loader, data: bytes, device: torch.device, gather: Gather
     ranks, each of which calls this.
     """
     about, deltas = read_bucket(data)
+    if not deltas:
+        # It shows the trainer that deltas are applied here.
+        return
     content, parts = _lay_out(deltas, device)
     held = read_back(load, content, {part.delta.name: part.tensor for part in parts}, gather)
     changed = [part for part in parts if part.delta.change.changed]

@@ -12,6 +12,7 @@ from pathlib import Path
 from slime.rollout.engines.sglang.read_flags import SOURCE, ServerFlag, read_flags
 from slime.types.errors import InvalidFile
 
+QWEN3_5_KERNEL = Path("kernels/ops/attention/fused_qk_rmsnorm_rope_gate.py")
 TABLE = Path(__file__).with_name("server_flags.json")
 
 
@@ -27,6 +28,14 @@ class ServerFlags:
 def is_installed() -> bool:
     """Returns whether `python -m sglang.launch_server` can be started, without importing it."""
     return _package() is not None
+
+
+def drops_image_positions() -> bool:
+    """Returns whether the installed SGLang has the kernel for Qwen3.5's attention that reads one position of a token,
+    where tokens of images have three: time, row and column."""
+    package = _package()
+    kernel = None if package is None else package / QWEN3_5_KERNEL
+    return kernel is not None and kernel.is_file() and "mrope" not in kernel.read_text(encoding="utf-8").lower()
 
 
 @functools.cache

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.rollout.children.environment import search_path
 from slime.rollout.engines.kind import DECODE, PREFILL, REGULAR, Abilities, EngineKind, EngineNode, MemoryUse, Starts
-from slime.rollout.engines.sglang.installed import is_installed
+from slime.rollout.engines.sglang.installed import drops_image_positions, is_installed
 from slime.types.errors import ConfigError, EngineError, InvalidField, InvalidSetting, NotAvailable
+from slime.types.models.vision import require_vision
 from slime.types.setting_values import flag_name
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ class SGLang(EngineKind):
             raise InvalidSetting.conflict(
                 f"{flag_name(name)} {getattr(settings, name):g}", "--sglang-speculative-algorithm",
                 "SGLang cannot tell then which tokens each one was sampled from",
+            )  # fmt: skip
+
+    def check_images(self, directory: str, engine: str = "") -> None:
+        super().check_images(directory, engine)
+        if require_vision(directory, "--multimodal-keys").model_type == "qwen3_5" and drops_image_positions():
+            raise NotAvailable.unavailable(
+                "--multimodal-keys with --rollout-engine sglang",
+                "the installed SGLang ignores in which row and column of an image a token of Qwen3.5 lies "
+                "(sgl-project/sglang#34446), so its log-probs with images are wrong",
+                "SGLang 0.5.23, or --rollout-engine embedded",
             )  # fmt: skip
 
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
@@ -162,7 +173,7 @@ def _check_rotation(directory: str) -> None:
         return
     if str(text.get("model_type", "")).startswith(PARTLY_ROTATED) and wanted not in (None, taken):
         raise NotAvailable(
-            f"{file}: rope_parameters.partial_rotary_factor is {wanted}, but SGLang would take {taken}: write the "
-            "number beside rope_parameters too, as partial_rotary_factor",
+            f"{file}: rope_parameters.partial_rotary_factor is {wanted}, which SGLang does not read, and it would use "
+            f"{taken}: add partial_rotary_factor beside rope_parameters too, or use --rollout-engine embedded",
             field="partial_rotary_factor", value=wanted, expected=str(taken),
         )  # fmt: skip

@@ -1,6 +1,8 @@
-"""Carries deltas to SGLang engines on GPUs of their own, in the broadcasts by which whole weights reach them.
+"""Carries deltas to SGLang engines on GPUs of their own, over the NCCL broadcasts that carry full updates.
 
-A plug-in in the engines' processes applies them: `slime.rollout.engines.sglang.broadcast_deltas`.
+A plug-in in the engines' processes applies them: `slime.rollout.engines.sglang.broadcast_deltas`. An engine that gets
+all weights for the first time also gets a delta of no tensor, so that a missing plug-in is found before anything is
+trained.
 """
 
 from __future__ import annotations
@@ -15,17 +17,21 @@ from slime.trainer.weight_sync.deltas.carriers import check_carrier, describe_de
 from slime.trainer.weight_sync.deltas.transport import Buckets, DeltaCarrier
 from slime.trainer.weight_sync.nccl import NcclTransport
 from slime.types.clients import Engine
-from slime.types.errors import EngineError
+from slime.types.errors import EngineError, NotAvailable
 from slime.types.weight_deltas import BROADCAST, REFUSED
-from slime.types.weight_deltas.buckets import VersionDelta
+from slime.types.weight_deltas.buckets import VersionDelta, write_buckets
+from slime.types.weight_deltas.checksums import CHECKSUMS
+from slime.types.weight_deltas.encoding import OPERATIONS
 
 
 class NcclCarrier(DeltaCarrier):
     name = "nccl"
 
     def __init__(self, broadcaster: Broadcaster, bucket_bytes: int) -> None:
-        """bucket_bytes: of whole weights."""
+        """bucket_bytes: most bytes of a bucket of a full update."""
         self._broadcaster = broadcaster
+        # Engines that have taken a delta, by name and URL.
+        self._known: set[tuple[str, str]] = set()
         self._whole = NcclTransport(broadcaster, bucket_bytes)
 
     def check(self, engines: Sequence[Engine]) -> None:
@@ -38,6 +44,14 @@ class NcclCarrier(DeltaCarrier):
         refused = dict[str, EngineError]()
 
         def refusal(engine: Engine, error: EngineError) -> bool:
+            # SGLang by itself fails with the name of the type, which it does not know.
+            if BROADCAST in error.message:
+                raise NotAvailable.unavailable(
+                    "--update-weight-mode delta with --update-weight-transport nccl",
+                    f"engine {engine.name} has no plug-in of slime-rollout that applies deltas: install slime-rollout "
+                    "where SGLang runs, and see the engine's log if it does not know this SGLang",
+                    "--update-weight-transport disk",
+                ) from error  # fmt: skip
             if REFUSED not in error.message:
                 return False
             # The engine takes part in the broadcasts that remain.
@@ -56,7 +70,13 @@ class NcclCarrier(DeltaCarrier):
 
     def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
         on_device = ((name, tensor.to(self._broadcaster.device)) for name, tensor in weights)
-        return self._whole.send(engines, version, on_device)
+        sent = self._whole.send(engines, version, on_device)
+        members = {(engine.name, engine.url) for engine in engines}
+        if not members <= self._known:
+            about = VersionDelta(version, version, lineage, OPERATIONS[0], CHECKSUMS[0])
+            self.send_delta(engines, about, write_buckets(about, (), 1))
+            self._known |= members
+        return sent
 
     def close(self) -> None:
         self._whole.close()
