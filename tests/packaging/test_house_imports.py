@@ -198,18 +198,18 @@ def test_the_args_of_the_rollout_have_a_type() -> None:
     assert untyped == set()
 
 
-def test_helpers_that_other_folders_import_are_sorted_the_same_wherever_ruff_looks() -> None:
-    """Pants shows ruff some folders alone: a helper that lies in another one is ours only where it is named."""
+def test_helpers_are_sorted_the_same_whichever_files_ruff_sees() -> None:
+    """Pants shows ruff some files at a time: a helper that is not among them is ours only where it is named."""
     ruff = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]
     roots = [folder for pattern in ruff["src"] for folder in ROOT.glob(pattern) if folder.is_dir()]
-    helpers = {path.stem: path.parent for folder in roots for path in folder.glob("*.py")}
+    helpers = {path.stem for folder in roots for path in folder.glob("*.py")}
     unnamed = {
         name
         for path in OTHER_CODE
         for node in parsed(path).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-        if name in helpers and not path.is_relative_to(helpers[name])
+        if name in helpers
     } - set(ruff["lint"]["isort"]["known-first-party"])
     assert len(helpers) > 40
     assert unnamed == set(), "name it in known-first-party in pyproject.toml"

@@ -66,7 +66,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def keeper(module: str, tmp_path: Path) -> Iterator[Callable[..., tuple[Process, int]]]:
     """Starts a process that puts and releases what it is told to; returns (the process, its process id)."""
-    supervisor = Supervisor(tmp_path / "logs", start_seconds=60, stop_seconds=5)
+    supervisor = Supervisor(tmp_path / "logs", start_seconds=300, stop_seconds=5)
 
     def start(*told: tuple[int, int], blobs: KeptWriter | None = None) -> tuple[Process, int]:
         process = supervisor.spawn("keeper", {"num_cpus": 0})

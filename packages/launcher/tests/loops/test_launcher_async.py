@@ -200,7 +200,7 @@ def test_the_time_that_both_worked_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(tmp_path / "logs", start_seconds=10, stop_seconds=10)
+    supervisor = Supervisor(tmp_path / "logs", start_seconds=300, stop_seconds=10)
     yield supervisor
     supervisor.stop()
 

@@ -118,7 +118,7 @@ def test_weights_that_a_run_lost_are_not_newer_than_the_trainer() -> None:
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(tmp_path / "logs", start_seconds=10, stop_seconds=10)
+    supervisor = Supervisor(tmp_path / "logs", start_seconds=300, stop_seconds=10)
     yield supervisor
     supervisor.stop()
 

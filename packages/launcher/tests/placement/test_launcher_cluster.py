@@ -58,7 +58,7 @@ def test_a_run_holds_its_gpus_or_says_whose_it_waited_for(gpus: None, tmp_path: 
     placement = place_run(launcher(actor_num_gpus_per_node=2), ROLLOUT, reports.append)
     assert reports == [] and [node.free for node in cluster_nodes()] == [0]
     assert {node.host for node in placement.service_nodes.values()} == {ServiceNode.host}
-    supervisor = Supervisor(tmp_path, start_seconds=60, stop_seconds=10, nodes=placement.service_nodes)
+    supervisor = Supervisor(tmp_path, start_seconds=300, stop_seconds=10, nodes=placement.service_nodes)
     try:
         processes = [
             supervisor.spawn(name, options)

@@ -68,7 +68,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def supervisor(service: str, tmp_path: Path) -> Iterator[Supervisor]:
-    supervisor = Supervisor(tmp_path / "logs", start_seconds=60, stop_seconds=10)
+    supervisor = Supervisor(tmp_path / "logs", start_seconds=300, stop_seconds=10)
     yield supervisor
     supervisor.stop()
 
@@ -157,7 +157,7 @@ def test_services_of_one_kind_are_stopped_together_and_before_those_that_they_ne
 
 
 def test_stopping_does_not_wait_for_what_has_not_come_up(service: str, tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path, start_seconds=60, stop_seconds=600)
+    supervisor = Supervisor(tmp_path, start_seconds=300, stop_seconds=600)
     # For ever, as on a busy machine for a while.
     for name in ("buffer", "rollout"):
         supervisor.spawn(name, {"num_gpus": 99})
@@ -167,7 +167,7 @@ def test_stopping_does_not_wait_for_what_has_not_come_up(service: str, tmp_path:
 
 
 def test_no_start_calls_ray_after_its_stop(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = Supervisor(tmp_path, start_seconds=60, stop_seconds=10)
+    supervisor = Supervisor(tmp_path, start_seconds=300, stop_seconds=10)
     process, granting, closed = supervisor.spawn("buffer", {}), threading.Event(), threading.Event()
 
     def grant(key: object, host: str) -> bytes:
