@@ -244,9 +244,9 @@ def _inspect(argv: list[str]) -> int:
     settings, paths = _parse(argv, "inspect", InspectSettings, "path")
     from slime.converters.inspection.summary import as_text, summarize
 
-    summary = summarize(paths["path"], containing=settings.containing)
+    summary = summarize(paths["path"], containing=settings.containing, finite=settings.finite)
     print(json.dumps(summary) if settings.json else as_text(summary))
-    return 0
+    return 1 if summary.get("num_nonfinite") else 0
 
 
 def _verify(argv: list[str]) -> int:

@@ -96,6 +96,7 @@ class InspectSettings:
     """Prints names, shapes and types of the tensors in a directory or file: Hugging Face or torch_dist."""
 
     containing: str = setting("", "Show only tensors whose name contains this text", metavar="TEXT")
+    finite: bool = setting(False, "Read the values too, and count those that are infinite or not a number")
     json: bool = setting(False, "Print JSON")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -139,6 +140,32 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "none")]) == 2
     assert main(["inspect"]) == 2
     assert main(["inspct"]) == 2
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch_dist"])
+def test_inspect_names_tensors_with_values_that_are_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    large = torch.zeros(70, 1000)
+    large[3, 4], large[69, 999] = float("nan"), float("-inf")
+    tensors = some_tensors() | {"up.weight": large.bfloat16(), "tiny": torch.tensor([1.0, float("nan")])}
+    if form == "torch_dist":
+        path = str(tmp_path)
+        dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
+    else:
+        tensors["eight"] = torch.tensor([448.0, float("nan"), 1.0]).to(torch.float8_e4m3fn)
+        path = str(make(tmp_path / "a", tensors))
+    assert main(["inspect", path, "--finite"]) == 1
+    bad = 2 + (form == "safetensors")
+    lines = capsys.readouterr().out.splitlines()[-bad - 1 :]
+    assert "up.weight: 2 of 70,000 values are infinite or not a number" in lines
+    assert lines[-1] == f"{bad} tensors have such values"
+    assert main(["inspect", path, "--finite", "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["num_nonfinite"] == bad + 1
+    assert {t["name"]: t["num_nonfinite"] for t in summary["tensors"]}["tiny"] == 1
+    assert main(["inspect", path, "--finite", "--containing", "norm"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all values are finite"
 
 
 def test_verify_is_about_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
