@@ -1,9 +1,9 @@
 """Deltas of a trainer's weights in a real SGLang engine: by NCCL, and through a disk and a checkpoint on its host.
 
-    SLIME_TEST_MODEL=DIR pytest tests/gpu/test_sglang_weight_deltas.py
+    pytest tests/gpu/test_sglang_weight_deltas.py
 
-DIR: a Hugging Face directory of a small model. For the disk trainer and engine share a GPU; by NCCL the engine has one
-or two of its own.
+The model is a small random Qwen3. For the disk trainer and engine share a GPU; by NCCL the engine has one or two of its
+own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_needs import ATTENTION, MODEL, needs
+from gpu_needs import ATTENTION, needs, write_words_qwen3
 from slime.rollout.engines.gpus import visible_gpus
 from slime.rollout.engines.process import EngineProcess
 from slime.rollout.engines.registry import KINDS
@@ -31,12 +31,12 @@ from slime.types.clients import Engine
 
 NUM_GPUS = 1
 
-pytestmark = needs(NUM_GPUS, "sglang", "zstandard", model=True)
+pytestmark = needs(NUM_GPUS, "sglang", "zstandard")
 
 
-def start(gpus: list[str]) -> EngineProcess:
+def start(model: str, gpus: list[str]) -> EngineProcess:
     args = {"mem_fraction_static": 0.3, "attention_backend": ATTENTION}
-    return start_sglang(SGLangOptions(model_path=MODEL, gpus=gpus, random_seed=1, deltas=True, args=args))
+    return start_sglang(SGLangOptions(model_path=model, gpus=gpus, random_seed=1, deltas=True, args=args))
 
 
 class OneEngine:
@@ -92,19 +92,19 @@ class OneEngine:
     ],
 )
 def test_sglang_holds_every_version(tmp_path: Path, transport: str, tp_size: int) -> None:
-    local = tmp_path / "local"
+    model, local = write_words_qwen3(tmp_path / "model", 2048), tmp_path / "local"
     places = {"update_weight_disk_dir": str(tmp_path / "shared"), "update_weight_local_checkpoint_dir": str(local)}
     # The engine's checksums are compared with those of the whole weights after every update.
     settings = TrainerSettings(
-        hf_checkpoint=MODEL, bf16=True, update_weight_mode="delta", update_weight_transport=transport,
+        hf_checkpoint=model, bf16=True, update_weight_mode="delta", update_weight_transport=transport,
         check_weight_update_equal=True, update_weight_timeout_seconds=120.0, **(places if transport == "disk" else {}),
     )  # fmt: skip
     ranks = Ranks(0, 1, "", 1)
     backend = build_backend(settings, ranks, torch.device("cuda", 0))
     first = 0 if transport == "disk" else 1
-    with start(visible_gpus()[first : first + tp_size]) as process:
+    with start(model, visible_gpus()[first : first + tp_size]) as process:
         rollout = OneEngine(process.wait_ready(400), tp_size)
-        updates = WeightSender(settings, ranks, backend, rollout, Path(MODEL))
+        updates = WeightSender(settings, ranks, backend, rollout, Path(model))
         for version in range(1, 5):
             if version == 3 and transport == "disk":
                 shutil.rmtree(local)
