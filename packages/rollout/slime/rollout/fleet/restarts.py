@@ -31,8 +31,8 @@ class RestartLimits:
 class Restarts:
     """Restarts lost engines. Thread-safe.
 
-    count: losses of engines so far. threads: run `start`, which takes minutes; in the event loop's default executor
-    many restarts would hold up all other work.
+    count: losses of engines so far. stopped: whether the fleet ends, and no engine is started again. threads: run
+    `start`, which takes minutes; in the event loop's default executor many restarts would hold up all other work.
     """
 
     def __init__(self, limits: RestartLimits) -> None:
@@ -43,7 +43,7 @@ class Restarts:
         self._starting: set[EngineProcess] = set()
         # Restarted engines that are ready, but not yet taken over by their member.
         self._ready: set[EngineProcess] = set()
-        self._stopped = False
+        self.stopped = False
         self._lock = threading.Lock()
 
     def check(self, name: str, reason: str, since: float) -> None:
@@ -88,7 +88,7 @@ class Restarts:
         return started
 
     def _refuse_if_stopped(self, engine: EngineProcess) -> None:
-        if self._stopped:
+        if self.stopped:
             raise EngineError(f"engine {engine.name} is not started again: the fleet has ended", field=engine.name)
 
     def taken(self, engine: EngineProcess) -> None:
@@ -99,7 +99,7 @@ class Restarts:
     def stop(self) -> None:
         """Ends the engines that are being started or that nobody has taken, and starts no more."""
         with self._lock:
-            self._stopped = True
+            self.stopped = True
             starting, ready = list(self._starting), list(self._ready)
             self._ready.clear()
         for engine in starting:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from slime.rollout.calls.event_loop import LoopThread
@@ -244,7 +243,7 @@ class WatchedEngines(ChangingMembers):
             await self.leave(member)
             return
         if self.restarts is None or not isinstance(member.engine, EngineProcess):
-            await self._fail(member, error)
+            await self.end(await asyncio.to_thread(_death, member, error))
             return
         if member.out or self.error is not None:
             return
@@ -272,11 +271,13 @@ class WatchedEngines(ChangingMembers):
                 await self.end(error)
                 return
             try:
-                start = partial(self.restarts.start, gone)
-                engine = await asyncio.get_running_loop().run_in_executor(self.restarts.threads, start)
+                loop, starts = asyncio.get_running_loop(), self.restarts
+                engine = await loop.run_in_executor(starts.threads, starts.start, gone)
                 await self._take_back(member, engine)
                 break
             except SlimeError as error:
+                if self.restarts.stopped:
+                    return
                 log.error("engine %s did not start again: %s", member.name, error.message)
                 reason = error
             except Exception as error:
@@ -310,11 +311,6 @@ class WatchedEngines(ChangingMembers):
             self.router.put_back(member)
         else:
             member.awaits_weights = True
-
-    async def _fail(self, member: Member, error: EngineError | None) -> EngineError:
-        """Makes the fleet fail with the error of the member's death where its process has died, else with `error`."""
-        member.healthy = False
-        return await self.end(await asyncio.to_thread(_death, member, error))
 
     async def end(self, error: EngineError) -> EngineError:
         if self.error is not None:
