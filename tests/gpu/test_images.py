@@ -276,8 +276,6 @@ def test_a_response_taken_up_again_keeps_its_tokens(
 def test_a_colocated_run_trains_on_what_its_engine_saw(
     family: str, backend: str, directory: Path, tmp_path: Path
 ) -> None:
-    if family == "qwen3_5" and drops_image_positions():
-        pytest.skip("this SGLang is refused: it ignores the rows and columns of image tokens of Qwen3.5")
     rows = [
         {"prompt": "which<image>?", "images": ["first.png"], "label": "a"},
         {"prompt": "<image>or<image>?", "images": ["wide.png", "second.png"], "label": "e"},
@@ -301,6 +299,9 @@ def test_a_colocated_run_trains_on_what_its_engine_saw(
     command = [sys.executable, "-m", "slime.launcher.cli", "train", *words]
     switches = ["--apply-chat-template", "--use-dynamic-batch-size", "--colocate", "--check-weight-update-equal"]
     done = subprocess.run([*command, *switches], capture_output=True, text=True, timeout=500)
+    if family == "qwen3_5" and drops_image_positions():
+        assert done.returncode == 2 and "sgl-project/sglang#34446" in done.stderr, done.stderr[-3000:]
+        return
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs(tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [step for step in map(json.loads, lines) if "train/loss" in step]

@@ -219,7 +219,7 @@ def test_engines_that_the_run_has_not_started_take_no_deltas(
     updates, _ = sender(sglang, model)
     with pytest.raises(
         NotAvailable,
-        match="delta is not supported yet: some .* run has started it; use --update-weight-mode full",
+        match="delta is not supported yet: some .* where this run started it; use --update-weight-mode full",
     ):
         updates.push(1)
     for values in (on_disk(tmp_path), {"update_weight_transport": "nccl"}):

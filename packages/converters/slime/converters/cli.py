@@ -245,6 +245,12 @@ def _inspect(argv: list[str]) -> int:
     from slime.converters.inspection.summary import as_text, summarize
 
     summary = summarize(paths["path"], containing=settings.containing, finite=settings.finite)
+    if settings.containing and not summary["tensors"]:
+        # A check of no tensor would pass.
+        raise InvalidSetting(
+            f"--containing {settings.containing!r}: no tensor of {paths['path']} has this text in its name",
+            field="--containing", value=settings.containing, expected="text in the name of a tensor",
+        )  # fmt: skip
     print(json.dumps(summary) if settings.json else as_text(summary))
     return 1 if summary.get("num_nonfinite") else 0
 

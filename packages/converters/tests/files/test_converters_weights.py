@@ -137,6 +137,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "embed.weight" in out and "[6, 4]" in out and "2 tensors, 28 parameters" in out and "step" not in out
     assert main(["inspect", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == summary
+    assert main(["inspect", str(directory), "--containing", "norn"]) == 2
+    assert "--containing 'norn': no tensor of" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "none")]) == 2
     assert main(["inspect"]) == 2
     assert main(["inspct"]) == 2

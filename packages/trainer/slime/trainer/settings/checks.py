@@ -294,7 +294,7 @@ def _check_transport(s: TrainerSettings) -> None:
     if s.update_weight_mode == "delta" and s.update_weight_transport == "ipc":
         _conflict(
             s, "update_weight_mode", "update_weight_transport",
-            "engines read whole weights from the memory of their own GPUs faster than deltas",
+            "over CUDA IPC engines read whole tensors in place, so deltas would save nothing",
         )  # fmt: skip
     if s.update_weight_local_checkpoint_dir is not None:
         for field, value in (("update_weight_mode", "delta"), ("update_weight_transport", "disk")):

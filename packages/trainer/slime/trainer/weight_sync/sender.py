@@ -211,14 +211,14 @@ def transport_for(engines: Sequence[Engine], settings: TrainerSettings) -> str:
     if settings.update_weight_mode == "delta" and not all(taken):
         raise NotAvailable.unavailable(
             "--update-weight-mode delta",
-            f"some of the engines ({kinds}) take full updates only; SGLang takes deltas where the run has started it",
+            f"some of the engines ({kinds}) take full updates only; SGLang takes deltas only where this run started it",
             "--update-weight-mode full",
         )
     if settings.update_weight_mode == "delta":
         raise NotAvailable.requires(
             "--update-weight-mode delta",
             "--update-weight-transport disk",
-            f"the engines ({kinds}) have no other way in common",
+            f"the engines ({kinds}) share no other transport of deltas",
         )
     raise NotAvailable.unavailable(
         "--update-weight-transport auto",
