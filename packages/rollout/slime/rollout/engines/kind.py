@@ -178,10 +178,10 @@ class EngineKind(abc.ABC):
     def takes_images_of(self, model_type: str) -> bool:
         return model_type in FAMILIES and (self.image_models is None or model_type in self.image_models)
 
-    def check_images(self, directory: str, engine: str = "") -> None:
+    def check_images(self, directory: str, engine: str = "", *, external: bool = False) -> None:
         """Raises NotAvailable if engines of this kind cannot pass images to the model in `directory`.
 
-        engine: the name of the engine for the error.
+        engine: the name of the engine for the error. external: whether someone else started it.
         """
         model_type = require_vision(directory, "--multimodal-keys").model_type
         if self.takes_images_of(model_type):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.rollout.engines.registry import KINDS
-from slime.rollout.engines.sglang import installed, read_flags
+from slime.rollout.engines.sglang import installed, plugin, read_flags
 from slime.rollout.engines.sglang.flags import SGLANG_FLAGS, check, command_line
 from slime.rollout.engines.sglang.launch import SGLangOptions, divide_gpus, server_command
 from slime.rollout.engines.sglang.read_flags import ServerFlag
@@ -275,22 +275,49 @@ def test_a_model_that_sglang_would_rotate_otherwise_is_refused(
     RolloutSettings(hf_checkpoint=str(tmp_path), rollout_engine="sglang")
 
 
-@pytest.mark.parametrize(("kernel", "refused"), [("pos = tl.load(p)", True), ("if MROPE: ...", False), (None, False)])
+METHODS = "".join(
+    f"    def forward_prepare_{name}(self, positions, hidden_states):\n" for name in ("cuda_fused", "fused_gate")
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "attention", "found", "refused"),
+    [
+        ("pos = tl.load(p)", METHODS, True, ""),
+        ("pos = tl.load(p)", METHODS, False, "is not found; use slime-rollout installed as a distribution"),
+        ("pos = tl.load(p)", METHODS.replace("positions, ", ""), True, "does not know this version; use SGLang 0.5.17"),
+        ("pos = tl.load(p)", None, True, "does not know this version; use SGLang 0.5.17"),
+        ("if MROPE: ...", METHODS, False, ""),
+        (None, None, False, ""),
+    ],
+)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
 def test_images_for_a_qwen3_5_are_refused_where_sglang_would_misplace_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kernel: str | None, refused: bool
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kernel: str | None, attention: str | None,
+    found: bool, refused: str,
+) -> None:  # fmt: skip
     package = tmp_path / "sglang"
     monkeypatch.setattr(installed, "_package", lambda: package)
-    if kernel is not None:
-        file = package / installed.QWEN3_5_KERNEL
-        file.parent.mkdir(parents=True)
-        file.write_text(kernel)
+    monkeypatch.setattr(plugin, "is_found", lambda: found)
+    for place, text in ((installed.QWEN3_5_KERNEL, kernel), (installed.QWEN3_5_MODEL, attention)):
+        if text is not None:
+            (package / place).parent.mkdir(parents=True)
+            (package / place).write_text(text)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {"depth": 1}}))
     if refused and family == "qwen3_5":
-        with pytest.raises(NotAvailable, match="ignores in which row and column .* use SGLang 0.5.23, or"):
+        with pytest.raises(NotAvailable, match=f"ignores in which row and column .* {refused}"):
             KINDS["sglang"].check_images(str(model))
     else:
         KINDS["sglang"].check_images(str(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_what_an_external_engine_needs_for_images_of_a_qwen3_5_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {"depth": 1}}))
+    KINDS["sglang"].check_images(str(tmp_path), "external-0", external=True)
+    said = "engine external-0: an SGLang before 0.5.23 has wrong log-probs" in caplog.text
+    assert said is (family == "qwen3_5")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.engines.sglang import plugin
+from slime.rollout.engines.sglang import installed, plugin
 
 NUM_GPUS = 0
 PLAIN = {
@@ -20,12 +20,12 @@ PLAIN = {
     "sampling_seed": None, "return_sampling_masks": None, "temperatures": None,
 }  # fmt: skip
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-VARIABLES = (plugin.VARIABLE, plugin.INT4_VARIABLE, plugin.DELTA_VARIABLE)
+VARIABLES = (plugin.VARIABLE, plugin.INT4_VARIABLE, plugin.DELTA_VARIABLE, plugin.IMAGE_VARIABLE)
 SAMPLER = {"enable_deterministic": False, "use_ascend_backend": False, "rl_on_policy_target": None}
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = tmp_path / "some_rollout-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-rollout\nVersion: 1\n")
@@ -33,7 +33,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("distribution")
 @pytest.mark.parametrize(
     "args, deterministic, asked",
     [
@@ -55,7 +55,7 @@ def test_sglang_samples_by_itself_where_it_cannot_find_the_plug_in(monkeypatch: 
     assert plugin.environment({}, deterministic=False) == {}
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("distribution")
 @pytest.mark.parametrize(
     "config, overrides, asked",
     [
@@ -82,6 +82,56 @@ def test_a_model_in_int4_without_the_plug_in_is_warned_of(
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": PACKED}))
     assert plugin.environment_of_model(str(tmp_path), {}) == {}
     assert "SGLang will refuse weight updates in INT4" in caplog.text
+
+
+def test_images_without_the_plug_in_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "NAME", "of-nobody")
+    monkeypatch.setattr(plugin, "drops_image_positions", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+    assert plugin.environment_of_model(str(tmp_path), {}) == {}
+    assert "SGLang will compute wrong log-probs for prompts with images" in caplog.text
+
+
+@pytest.mark.usefixtures("distribution")
+@pytest.mark.parametrize(
+    "family, drops, asked", [("qwen3_5", True, True), ("qwen3_5", False, False), ("qwen3_vl", True, False)]
+)
+def test_an_engine_that_would_misplace_images_is_told_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, drops: bool, asked: bool
+) -> None:
+    monkeypatch.setattr(plugin, "drops_image_positions", lambda: drops)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert plugin.environment_of_model(str(tmp_path), {}) == ({plugin.IMAGE_VARIABLE: "1"} if asked else {})
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_attention_of_a_known_sglang_is_hooked_for_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changed: bool
+) -> None:
+    names = [f"{plugin._ATTENTION}.{name}" for name in (installed.ONE_POSITION, installed.THREE_POSITIONS)]
+    methods = dict.fromkeys(names, "self, positions, hidden_states")
+    if changed:
+        methods[names[1]] = "self, positions"
+    hooks = hooks_of(monkeypatch, tmp_path, methods, plugin.IMAGE_VARIABLE)
+    if changed:
+        assert not hooks and f"does not know SGLang's {names[1]}" in caplog.text
+    else:
+        assert hooks == [(names[0], plugin.prepare, "around")]
+
+
+def test_tokens_with_three_positions_take_the_way_that_reads_them() -> None:
+    class Layer:
+        def forward_prepare_fused_gate(self, positions: Any, hidden_states: Any) -> tuple[Any, ...]:
+            return "three", positions, hidden_states
+
+    def own(layer: Any, positions: Any, hidden_states: Any) -> tuple[Any, ...]:
+        return "one", positions, hidden_states
+
+    one, three, hidden = Namespace(ndim=1), Namespace(ndim=2), Namespace()
+    assert plugin.prepare(own, Layer(), positions=one, hidden_states=hidden) == ("one", one, hidden)
+    assert plugin.prepare(own, Layer(), positions=three, hidden_states=hidden) == ("three", three, hidden)
 
 
 def write_sglang(directory: Path, methods: dict[str, str]) -> None:
@@ -159,7 +209,7 @@ def test_the_update_by_nccl_of_a_known_sglang_is_hooked_for_deltas(
         assert [(name, hook.__name__, kind) for name, hook, kind in hooks] == [(method, "update_weights", "around")]
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("distribution")
 def test_an_engine_that_gets_deltas_is_told_so() -> None:
     assert plugin.environment_of_deltas() == {plugin.DELTA_VARIABLE: "1"}
 

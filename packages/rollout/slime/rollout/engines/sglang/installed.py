@@ -13,6 +13,10 @@ from slime.rollout.engines.sglang.read_flags import SOURCE, ServerFlag, read_fla
 from slime.types.errors import InvalidFile
 
 QWEN3_5_KERNEL = Path("kernels/ops/attention/fused_qk_rmsnorm_rope_gate.py")
+QWEN3_5_MODEL = Path("srt/models/qwen3_5.py")
+# Methods of its attention: one with a kernel that reads one position of a token, one that reads three.
+ONE_POSITION, THREE_POSITIONS = "forward_prepare_cuda_fused", "forward_prepare_fused_gate"
+POSITION_PARAMETERS = ("self", "positions", "hidden_states")
 TABLE = Path(__file__).with_name("server_flags.json")
 
 
@@ -36,6 +40,15 @@ def drops_image_positions() -> bool:
     package = _package()
     kernel = None if package is None else package / QWEN3_5_KERNEL
     return kernel is not None and kernel.is_file() and "mrope" not in kernel.read_text(encoding="utf-8").lower()
+
+
+def takes_image_positions() -> bool:
+    """Returns whether the installed SGLang has both methods of Qwen3.5's attention, so that the plug-in can call the
+    one that reads three positions."""
+    package = _package()
+    model = None if package is None else package / QWEN3_5_MODEL
+    text = model.read_text(encoding="utf-8") if model is not None and model.is_file() else ""
+    return all(f"def {name}({', '.join(POSITION_PARAMETERS)}):" in text for name in (ONE_POSITION, THREE_POSITIONS))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.rollout.children.environment import search_path
 from slime.rollout.engines.kind import DECODE, PREFILL, REGULAR, Abilities, EngineKind, EngineNode, MemoryUse, Starts
-from slime.rollout.engines.sglang.installed import drops_image_positions, is_installed
+from slime.rollout.engines.sglang import plugin
+from slime.rollout.engines.sglang.installed import drops_image_positions, is_installed, takes_image_positions
 from slime.types.errors import ConfigError, EngineError, InvalidField, InvalidSetting, NotAvailable
 from slime.types.models.vision import require_vision
 from slime.types.setting_values import flag_name
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from slime.rollout.engines.client import EngineClient
     from slime.rollout.settings.rollout import RolloutSettings
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Models of which SGLang reads the share of a head's channels that turn with the position in one place of config.json
 # alone, and what it takes where there is none (0.5.17, configs/qwen3_next.py).
@@ -67,15 +70,24 @@ class SGLang(EngineKind):
                 "SGLang cannot tell then which tokens each one was sampled from",
             )  # fmt: skip
 
-    def check_images(self, directory: str, engine: str = "") -> None:
+    def check_images(self, directory: str, engine: str = "", *, external: bool = False) -> None:
         super().check_images(directory, engine)
-        if require_vision(directory, "--multimodal-keys").model_type == "qwen3_5" and drops_image_positions():
-            raise NotAvailable.unavailable(
-                "--multimodal-keys with --rollout-engine sglang",
-                "the installed SGLang ignores in which row and column of an image a token of Qwen3.5 lies "
-                "(sgl-project/sglang#34446), so its log-probs with images are wrong",
-                "SGLang 0.5.23, or --rollout-engine embedded",
+        model_type = require_vision(directory, "--multimodal-keys").model_type
+        if model_type == "qwen3_5" and external:
+            log.warning(
+                "engine %s: an SGLang before 0.5.23 has wrong log-probs for images of Qwen3.5, unless slime-rollout is "
+                "installed there and %s=1 is in its environment; nothing checks this", engine, plugin.IMAGE_VARIABLE,
             )  # fmt: skip
+            return
+        if model_type != "qwen3_5" or not drops_image_positions() or (plugin.is_found() and takes_image_positions()):
+            return
+        raise NotAvailable.unavailable(
+            "--multimodal-keys with --rollout-engine sglang",
+            "the installed SGLang ignores in which row and column of an image a token of Qwen3.5 lies "
+            "(sgl-project/sglang#34446), so its log-probs with images are wrong; and the plug-in that tells it "
+            + ("does not know this version" if plugin.is_found() else "is not found"),
+            "SGLang 0.5.17" if plugin.is_found() else "slime-rollout installed as a distribution (pip install)",
+        )
 
     def divide(self, gpus: Sequence[T], engines: int, gpus_per_engine: int) -> list[list[T]]:
         used = len(gpus) // gpus_per_engine * gpus_per_engine

@@ -1,5 +1,6 @@
-"""A plug-in of SGLang, found by its entry point `sglang.srt.plugins`: samples in one pass, and takes weight updates of
-layers in INT4 and deltas of weights by NCCL, where a run asks for it.
+"""A plug-in of SGLang, found by its entry point `sglang.srt.plugins`: samples in one pass, takes weight updates of
+layers in INT4 and deltas of weights by NCCL, and tells Qwen3.5's attention where in an image a token lies, where a run
+asks for it.
 
 SGLang loads it in each of its processes. Greedy, seeded and deterministic sampling, top-p, top-k, min-p and requests
 for the log-probs of other tokens stay SGLang's own.
@@ -18,11 +19,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.engines.sglang.installed import (
+    ONE_POSITION,
+    POSITION_PARAMETERS,
+    THREE_POSITIONS,
+    drops_image_positions,
+)
+
 log = logging.getLogger(__name__)
 
 VARIABLE = "SLIME_SAMPLES_IN_ONE_PASS"
 INT4_VARIABLE = "SLIME_UPDATES_INT4"
 DELTA_VARIABLE = "SLIME_TAKES_DELTAS"
+IMAGE_VARIABLE = "SLIME_KEEPS_IMAGE_POSITIONS"
 GROUP, NAME = "sglang.srt.plugins", "slime"
 # A variable of SGLang's: log-probs are those of before the temperature.
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -43,6 +52,8 @@ _TRITON = f"{_SCHEMES}.compressed_tensors_wNa16_moe.CompressedTensorsWNA16Triton
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _BROADCAST = ("self", "names", "dtypes", "shapes", "group_name", "load_format")
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+# Attention of Qwen3.5, and its methods that make queries, keys and gates.
+_ATTENTION = "sglang.srt.models.qwen3_5.Qwen3_5AttentionDecoderLayer"
 
 
 def environment(args: Mapping[str, Any], *, deterministic: bool) -> dict[str, str]:
@@ -60,7 +71,8 @@ def environment(args: Mapping[str, Any], *, deterministic: bool) -> dict[str, st
 
 
 def environment_of_model(directory: str, args: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables with which an engine takes weight updates of its model; none for one that needs no help.
+    """Returns the variables with which an engine takes weight updates of its model, and images; none for one that needs
+    no help.
 
     args: flags of its server, by name with underscores.
     """
@@ -68,12 +80,16 @@ def environment_of_model(directory: str, args: Mapping[str, Any]) -> dict[str, s
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     config |= json.loads(args.get("json_model_override_args") or "{}")
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if (quantization or {}).get("quant_method") != "compressed-tensors":
-        return {}
+    asked = {}
+    if (quantization or {}).get("quant_method") == "compressed-tensors":
+        asked[INT4_VARIABLE] = "SGLang will refuse weight updates in INT4"
+    if config.get("model_type") == "qwen3_5" and drops_image_positions():
+        asked[IMAGE_VARIABLE] = "SGLang will compute wrong log-probs for prompts with images"
     if not is_found():
-        log.warning("SGLang will refuse weight updates in INT4: slime-rollout is not installed as a distribution")
+        for effect in asked.values():
+            log.warning("%s: slime-rollout is not installed as a distribution", effect)
         return {}
-    return {INT4_VARIABLE: "1"}
+    return dict.fromkeys(asked, "1")
 
 
 def environment_of_deltas() -> dict[str, str]:
@@ -97,6 +113,8 @@ def register() -> None:
         _register_updates()
     if os.environ.get(DELTA_VARIABLE):
         _register_deltas()
+    if os.environ.get(IMAGE_VARIABLE):
+        _register_positions()
 
 
 def _register_sampler() -> None:
@@ -153,12 +171,33 @@ def _register_deltas() -> None:
     HookRegistry.register(name, broadcast_deltas.update_weights, HookType.AROUND)
 
 
+def _register_positions() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pants: no-infer-dep
+
+    names = [f"{_ATTENTION}.{method}" for method in (ONE_POSITION, THREE_POSITIONS)]
+    unknown = [name for name in names if _parameters(name) != POSITION_PARAMETERS]
+    if unknown:
+        log.error("log-probs with images will be wrong: slime-rollout does not know SGLang's %s", ", ".join(unknown))
+        return
+    HookRegistry.register(names[0], prepare, HookType.AROUND)
+
+
 def _parameters(name: str) -> tuple[str, ...]:
     """Returns the names of a function's parameters; none if there is no such function."""
     try:
         return tuple(inspect.signature(pkgutil.resolve_name(name)).parameters)
     except (ImportError, AttributeError):
         return ()
+
+
+def prepare(own: Callable[..., Any], layer: Any, positions: Any, hidden_states: Any) -> Any:
+    """Returns queries, keys, values and gates of an attention layer, from all positions of a token.
+
+    own: SGLang's method, which reads one position of each token. positions: [T], or [3, T] as time, row and column.
+    """
+    if positions.ndim == 1:
+        return own(layer, positions, hidden_states)
+    return getattr(layer, THREE_POSITIONS)(positions, hidden_states)
 
 
 def forward(
