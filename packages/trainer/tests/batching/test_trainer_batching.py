@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.trainer.batching.packing import check_sample, pack
+from slime.trainer.batching.packing import check_ids, check_sample, pack
 from slime.trainer.batching.plan import Planner, assign
 from slime.trainer.batching.runs import Runs
 from slime.trainer.batching.schedule import Lengths, partition, schedule
@@ -271,10 +271,11 @@ def test_removed_samples_have_no_weight_and_absent_log_probs_are_nan():
 )
 def test_a_sample_that_cannot_be_fed_is_named(bad: Sample, field: str):
     with pytest.raises(InvalidField, match="sample 7") as caught:
-        check_sample(bad, vocab_size=50)
+        check_ids([sample([1], [2]), bad], 50)
+        check_sample(bad)
     assert caught.value.field == field
     with pytest.raises(InvalidField, match="rollout_log_probs"):
-        check_sample(sample([1], [2]), 50, needs_log_probs=True)
+        check_sample(sample([1], [2]), needs_log_probs=True)
     for outside in (-5, 50):
         with pytest.raises(InvalidField, match=rf"tokens\[1\]: got {outside}, expected ids in \[0, 50\)"):
-            check_sample(sample([1, outside], [2]), 50)
+            check_ids([sample([1], [2]), sample([1, outside], [2])], 50)

@@ -117,10 +117,17 @@ class RowLayout:
     def predictors(self) -> tuple[np.ndarray, np.ndarray]:
         """[K] the token before each response token, and [K] bool, whether that response token is in a trunk too."""
         lengths = np.array([sample.response_length for sample in self._samples], dtype=np.int64)
-        ends, prompts = np.cumsum(lengths), np.array([len(tokens) for tokens in self.tokens_of]) - lengths
-        before = np.arange(lengths.sum()) - np.repeat(ends - lengths - prompts + 1, lengths)
-        trunk, branch, tokens = (np.repeat(column, lengths) for column in np.array(self.places, dtype=np.int64).T)
-        return before + np.where(before < tokens, trunk, branch - tokens), before + 1 < tokens
+        prompts = np.array([len(tokens) for tokens in self.tokens_of], dtype=np.int64) - lengths
+        trunk, branch, tokens = np.array(self.places, dtype=np.int64).T
+        # The first tokens before those of a response lie in the trunk, the others in the branch.
+        in_trunk = np.clip(tokens - prompts + 1, 0, lengths)
+        parts = _interleaved(in_trunk, lengths - in_trunk)
+        firsts = _interleaved(trunk, branch - tokens + in_trunk) + np.repeat(prompts - 1, 2)
+        rows = np.arange(parts.sum()) + np.repeat(firsts - np.cumsum(parts) + parts, parts)
+        shared = np.clip(tokens - prompts, 0, lengths)
+        if not shared.any():
+            return rows, np.zeros(len(rows), dtype=bool)
+        return rows, np.repeat(np.tile([True, False], len(lengths)), _interleaved(shared, lengths - shared))
 
     def experts(self) -> np.ndarray:
         """[T, layers, k]."""
@@ -140,6 +147,11 @@ class RowLayout:
             found[:, (owner == prompt) & (kind == _PROMPT)] = positions
             found[:, (owner == prompt) & (kind != _PROMPT)] += positions.max() + 1 - positions.shape[1]
         return found
+
+
+def _interleaved(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """[2 n]: two columns, [n] each, in turns."""
+    return np.stack([first, second], axis=1).ravel()
 
 
 def _experts(sample: Sample | None, first: int, count: int, shape: tuple[int, int]) -> np.ndarray:

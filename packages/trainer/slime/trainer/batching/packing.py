@@ -85,18 +85,25 @@ def loss_mask(sample: Sample) -> np.ndarray:
     return mask
 
 
-def check_sample(
-    sample: Sample, vocab_size: int, *, needs_log_probs: bool = False, vision: Vision | None = None
-) -> None:
-    """Raises InvalidField, or NotAvailable for images without `vision`, if the model cannot train on the sample."""
-    tokens, response = sample.array("tokens"), sample.response_length
-    total = len(tokens)
+def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raises InvalidField for a token that the model does not have."""
+    every = np.concatenate([sample.array("tokens") for sample in samples]) if samples else np.empty(0, np.int32)
+    # A negative id is a large one without its sign: one pass over the tokens finds both.
+    if not len(every) or int(every.view(np.uint32).max()) < vocab_size:
+        return
+    for sample in samples:
+        tokens = sample.array("tokens")
+        for first in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1]:
+            expected = f"ids in [0, {vocab_size}) (sample {sample.index})"
+            raise InvalidField(f"tokens[{first}]", int(tokens[first]), expected)
+
+
+def check_sample(sample: Sample, *, needs_log_probs: bool = False, vision: Vision | None = None) -> None:
+    """Raises InvalidField, or NotAvailable for images without `vision`, if the model cannot train on the sample, of
+    which `check_ids` has checked the tokens."""
+    response, total = sample.response_length, len(sample.array("tokens"))
     if not 0 <= response < max(total, 1):
         raise InvalidField("response_length", response, f"less than len(tokens) = {total} (sample {sample.index})")
-    # A negative id is a large one without its sign: one pass over the tokens finds both.
-    if total and int(tokens.view(np.uint32).max()) >= vocab_size:
-        first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
-        raise InvalidField(f"tokens[{first}]", int(tokens[first]), f"ids in [0, {vocab_size}) (sample {sample.index})")
     log_probs = sample.array("rollout_log_probs")
     # A sample that trains nothing may lack them: it may have failed before an engine saw it.
     if log_probs is None and needs_log_probs and loss_mask(sample).any():
@@ -173,7 +180,7 @@ def pack(
     nuclei: bool = False,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Packs `samples` into a row (each passed `check_sample`). rewards, weights: one number a sample.
+    """Packs `samples` into a row (which passed `check_ids` and `check_sample`). rewards, weights: one number a sample.
 
     share_prompts: whether equal prompts are laid out once; they come first in the row, and their responses behind them.
     trunks: for each sample what it shares in place of its prompt, if that leaves fewer tokens, see `Prefixes.trunks`.
@@ -202,6 +209,8 @@ def pack(
         np.full(length, np.nan) if p is None else p for p, length in zip(engine_log_probs, lengths, strict=True)
     ]
 
+    segments = np.repeat(np.arange(len(samples)), lengths)
+
     def to(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return to_device(torch.as_tensor(array, dtype=dtype), device)
 
@@ -216,8 +225,8 @@ def pack(
         scored=None if own is None else to(own, torch.int64),
         trained=to(trained, torch.int64),
         mask=to(mask, torch.float32),
-        segments=to(np.repeat(np.arange(len(samples)), lengths), torch.int64),
-        weights=to(np.repeat(np.asarray(weights, dtype=np.float64), lengths) * mask, torch.float32),
+        segments=to(segments, torch.int64),
+        weights=to(np.asarray(weights, dtype=np.float64)[segments] * mask, torch.float32),
         rewards=to(np.asarray(rewards), torch.float32),
         rollout_log_probs=to(np.concatenate(log_probs), torch.float32) if known else None,
         lengths=lengths,

@@ -26,10 +26,14 @@ def compare(
     tokens all differ have nothing in common, and need none.
     """
     sets = _groups_of_updates(plan)
-    wanted = {*lengths.shared(), *(p for members in sets for p in members)}
+    shared = set(lengths.shared())
+    wanted = shared.union(*sets)
     known = {p: s for p, s in samples.items() if p in wanted} if backend.leads_replica else {}
-    told = _gathered(ranks, {p: [prompt_digest(s, p), cuts_of(s), _first_token(s)] for p, s in known.items()})
-    lengths = lengths.split_prompts({p: digest for p, (digest, *_) in told.items()}) or lengths
+    told = _gathered(
+        ranks,
+        {p: [prompt_digest(s, p) if p in shared else "", cuts_of(s), _first_token(s)] for p, s in known.items()},
+    )
+    lengths = lengths.split_prompts({p: told[p][0] for p in shared if p in told}) or lengths
     chosen: list[list[int]] = []
     cuts: list[list[int]] = []
     experts_from: dict[int, int] = {}

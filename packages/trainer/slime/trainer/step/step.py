@@ -19,6 +19,7 @@ from slime.trainer.batching.nuclei import check_nuclei, refuse_nuclei
 from slime.trainer.batching.packing import (
     PackedBatch,
     check_experts,
+    check_ids,
     check_sample,
     check_teacher,
     loss_mask,
@@ -211,8 +212,9 @@ class TrainStep:
         s = self.settings
         needs_log_probs = s.reads_rollout_log_probs
         refuse_nuclei_without_gradient(s)
+        check_ids([*samples.values()], self.backend.vocab_size)
         for position, sample in samples.items():
-            check_sample(sample, self.backend.vocab_size, needs_log_probs=needs_log_probs, vision=self.backend.vision)
+            check_sample(sample, needs_log_probs=needs_log_probs, vision=self.backend.vision)
             if s.use_opd and not s.loads_teacher:
                 check_teacher(sample)
             if s.samples_from_nuclei:
@@ -221,11 +223,9 @@ class TrainStep:
                 refuse_nuclei(sample, loss_mask(sample))
             if self.backend.replayed_experts is not None:
                 check_experts(sample, *self.backend.replayed_experts)
-            expected = plan["lengths"][position]
-            if len(sample.array("tokens")) != expected:
-                raise InvalidField(
-                    "tokens", len(sample.array("tokens")), f"{expected} tokens, as planned (position {position})"
-                )
+            found, expected = len(sample.array("tokens")), plan["lengths"][position]
+            if found != expected:
+                raise InvalidField("tokens", found, f"{expected} tokens, as planned (position {position})")
         works = []
         pack_one = functools.partial(self._pack_one, plan, samples=samples, prefixes=prefixes, share=share)
         for number, micro_batches in enumerate(assigned.shares):
