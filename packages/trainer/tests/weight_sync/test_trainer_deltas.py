@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slime.trainer.weight_sync.base import Weights
+from slime.trainer.weight_sync.deltas import snapshot
 from slime.trainer.weight_sync.deltas.carriers import DiskCarrier, TensorCarrier
 from slime.trainer.weight_sync.deltas.snapshot import Snapshot
 from slime.trainer.weight_sync.disk import DiskTransport
@@ -38,6 +39,40 @@ def test_a_snapshot_is_taken_in_the_memory_that_it_has() -> None:
     )
     assert not held.take(2, weights(2.0, size=5)) and held.nbytes == 5 * 4 + 6 * 2
     assert not held.take(2, iter(list(weights(2.0, size=5))[:1])) and held.nbytes == 5 * 4
+
+
+def many(value: float, fails_at: int = 100) -> Weights:
+    for number in range(12):
+        if number == fails_at:
+            raise RuntimeError("the GPU is lost")
+        yield f"t{number}", torch.full((number + 1, 3), value)
+
+
+@pytest.mark.parametrize("ahead", [1, 20, 10**9])
+def test_deltas_come_in_order_however_few_tensors_are_under_way(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    monkeypatch.setattr(snapshot, "AHEAD_BYTES", ahead)
+    held = Snapshot()
+    held.take(1, many(1.0))
+    names = [delta.name for delta in held.deltas(VersionDelta(2, 1, "a", "xor", "xxh3-128"), many(2.0))]
+    assert names == [name for name, _ in many(2.0)] and held.version == 2
+    assert held.elements == held.changed == sum(tensor.numel() for _, tensor in many(2.0))
+    for (_, tensor), (_, wanted) in zip(held.weights(), many(2.0), strict=True):
+        assert torch.equal(tensor, wanted)
+
+
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_snapshot_that_was_not_finished_has_no_version(of_all: bool) -> None:
+    held = Snapshot()
+    held.take(1, many(1.0))
+    with pytest.raises(RuntimeError, match="the GPU is lost"):
+        if of_all:
+            held.take(2, many(2.0, fails_at=7))
+        else:
+            list(held.deltas(VersionDelta(2, 1, "a", "xor", "xxh3-128"), many(2.0, fails_at=7)))
+    assert held.version is None
+    assert not held.take(2, many(2.0)) and held.version == 2
+    for (_, tensor), (_, wanted) in zip(held.weights(), many(2.0), strict=True):
+        assert torch.equal(tensor, wanted)
 
 
 class SlowEngine:

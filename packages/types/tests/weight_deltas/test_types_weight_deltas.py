@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.types.errors import DataLoss, InvalidFile, NotAvailable
+from slime.types.weight_deltas import encoding
 from slime.types.weight_deltas.buckets import (
     ITEM_BYTES,
     VersionDelta,
@@ -49,19 +51,20 @@ def versions(draw: Any) -> tuple[str, np.ndarray, np.ndarray]:
     return dtype, old, new
 
 
-@given(versions(), st.sampled_from(OPERATIONS), st.sampled_from(CHECKSUMS), st.integers(1, 2000))
+@given(versions(), st.sampled_from(OPERATIONS), st.sampled_from(CHECKSUMS), st.integers(1, 2000), st.integers(1, 2000))
 @settings(max_examples=150, deadline=None)
 def test_a_version_arrives_bit_for_bit(
-    version: tuple[str, np.ndarray, np.ndarray], encoding: str, checksum: str, max_bytes: int
+    version: tuple[str, np.ndarray, np.ndarray], encoding: str, checksum: str, max_bytes: int, tensor_bytes: int
 ) -> None:
     dtype, old, new = version
     delta_of = about(encoding, checksum)
     shape = (len(old) // ITEM_BYTES[dtype],)
     sent = [encode_tensor(delta_of, name, dtype, shape, old, new) for name in ("a", "b", "c")]
     got = []
-    for bucket, last in write_buckets(delta_of, sent, max_bytes):
+    for bucket, last in write_buckets(delta_of, sent, max_bytes, tensor_bytes):
         read, tensors = read_bucket(bucket)
         assert read == delta_of
+        assert len(tensors) == 1 or len(tensors) * len(old) <= tensor_bytes
         got += tensors
         assert last is (len(got) == 3)
     assert got == sent
@@ -71,8 +74,25 @@ def test_a_version_arrives_bit_for_bit(
     assert old.tobytes() == before.tobytes()
 
 
+@given(versions(), st.sampled_from(OPERATIONS), st.integers(1, 90), st.integers(1, 300))
+@settings(max_examples=150, deadline=None)
+def test_a_delta_does_not_depend_on_the_pieces_of_a_tensor(
+    version: tuple[str, np.ndarray, np.ndarray], operation: str, chunk: int, piece: int
+) -> None:
+    dtype, old, new = version
+    # A part that has changed as a whole, of a tensor that has not.
+    new[100 * ITEM_BYTES[dtype] : 200 * ITEM_BYTES[dtype]] ^= 1
+    whole = encode(old, new, ITEM_BYTES[dtype], operation)
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(2) as threads:
+        patched.setattr(encoding, "CHUNK", chunk)
+        patched.setattr(encoding, "PIECE", piece)
+        cut = encode(old, new, ITEM_BYTES[dtype], operation, threads.map)
+    assert cut == whole
+    assert apply(old, cut, ITEM_BYTES[dtype], operation).tobytes() == new.tobytes()
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_smallest_form_is_chosen(operation: str) -> None:
+def test_the_smaller_form_is_chosen(operation: str) -> None:
     random = np.random.default_rng(0)
     old = random.integers(0, 2**16, 100_000, np.uint16)
     few, all_ = old.copy(), old ^ random.integers(1, 2**16, 100_000, np.uint16).astype(np.uint16)

@@ -157,6 +157,21 @@ def run_rank(rank: int, old: Weights, new: Weights) -> tuple[int, Rank]:
     return rank, model
 
 
+def test_no_rank_waits_for_one_that_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out, asked = broadcast_deltas._lay_out, iter([True, False])
+
+    def on_one(*given: Any) -> Any:
+        if next(asked):
+            raise torch.OutOfMemoryError("out of memory")
+        return lay_out(*given)
+
+    monkeypatch.setattr(broadcast_deltas, "_lay_out", on_one)
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [threads.submit(run_rank, rank, weights_of(0), weights_of(1)) for rank in range(2)]
+        errors = sorted(str(future.exception()) for future in ranks)
+    assert errors == ["another rank of the engine has no memory for a bucket", "out of memory"]
+
+
 def test_weights_that_are_not_the_base_are_refused_and_stay() -> None:
     old, new = weights_of(0), weights_of(1)
     model = loaded(weights_of(2))

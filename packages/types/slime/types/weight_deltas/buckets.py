@@ -23,7 +23,7 @@ import numpy as np
 
 from slime.types.errors import DataLoss, InvalidFile, NotAvailable
 from slime.types.weight_deltas.checksums import find_checksum
-from slime.types.weight_deltas.encoding import Bytes, Change, apply, decode, encode
+from slime.types.weight_deltas.encoding import Bytes, Change, Run, apply, decode, encode
 
 COMPRESSION = "zstd"
 INDEX = "weight_delta.json"
@@ -34,8 +34,8 @@ ITEM_BYTES = {
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 _ROW_BYTES = 300
-# Bytes of the tensors in a bucket, unless one is larger: an engine applies a bucket while the next one is encoded.
-_TENSOR_BYTES = 32 << 20
+# Most bytes of the tensors in a bucket, unless one is larger: an engine applies one while the next one is encoded.
+TENSOR_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class TensorDelta:
 
 
 def encode_tensor(
-    about: VersionDelta, name: str, dtype: str, shape: Iterable[int], old: Bytes, new: Bytes
+    about: VersionDelta, name: str, dtype: str, shape: Iterable[int], old: Bytes, new: Bytes, run: Run = map
 ) -> TensorDelta:
-    """Encodes the change of a tensor's bytes from `old` to `new`, which have the same length."""
-    change = encode(old, new, ITEM_BYTES[dtype], about.delta_encoding)
+    """Encodes the change of a tensor's bytes from `old` to `new`, which have the same length. run: see `encode`."""
+    change = encode(old, new, ITEM_BYTES[dtype], about.delta_encoding, run)
     return TensorDelta(name, dtype, tuple(shape), find_checksum(about.checksum_format)(new), change)
 
 
@@ -115,17 +115,20 @@ def _where(about: VersionDelta, delta: TensorDelta) -> str:
     return f"weight version {about.version} as a delta of {about.base_version}: tensor {delta.name}"
 
 
-def write_buckets(about: VersionDelta, tensors: Iterable[TensorDelta], max_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """Yields (bucket, whether it is the last), each of about `max_bytes`; a larger tensor is alone in its bucket."""
+def write_buckets(
+    about: VersionDelta, tensors: Iterable[TensorDelta], max_bytes: int, tensor_bytes: int = TENSOR_BYTES
+) -> Iterator[tuple[bytes, bool]]:
+    """Yields (bucket, whether it is the last), each of at most about `max_bytes`, with at most `tensor_bytes` of
+    tensors; a larger tensor is alone in its bucket."""
     bucket: list[TensorDelta] = []
-    bucket_bytes = tensor_bytes = 0
+    held = changed = 0
     for tensor in tensors:
         delta_bytes = len(tensor.change.payload) + len(tensor.name) + _ROW_BYTES
-        if bucket and (bucket_bytes + delta_bytes > max_bytes or tensor_bytes + _bytes_of(tensor) > _TENSOR_BYTES):
+        if bucket and (changed + delta_bytes > max_bytes or held + _bytes_of(tensor) > tensor_bytes):
             yield _write(about, bucket), False
-            bucket, bucket_bytes, tensor_bytes = [], 0, 0
+            bucket, changed, held = [], 0, 0
         bucket.append(tensor)
-        bucket_bytes, tensor_bytes = bucket_bytes + delta_bytes, tensor_bytes + _bytes_of(tensor)
+        changed, held = changed + delta_bytes, held + _bytes_of(tensor)
     yield _write(about, bucket), True
 
 

@@ -1,11 +1,11 @@
 """Encodes the changes between two versions of a tensor's bytes, and applies them.
 
-An element counts as changed if its bits differ, so -0.0, infinities and the payloads of NaNs arrive as they are. The
-smallest of three forms is used:
+An element counts as changed if its bits differ, so -0.0, infinities and the payloads of NaNs arrive as they are. There
+are three forms:
 
     same     nothing
     sparse   the distances between changed elements, then their values
-    dense    the values of all elements
+    dense    the values of all elements, where most have changed
 
 A value is the new bits (overwrite) or their exclusive or with the old ones (xor). Numbers are stored plane by plane:
 the first bytes of all values, then the second bytes. High bytes are mostly alike, so zstd compresses their plane well.
@@ -13,8 +13,9 @@ the first bytes of all values, then the second bytes. High bytes are mostly alik
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,13 @@ from slime.types.weight_deltas.checksums import EXTRA
 OPERATIONS = ("xor", "overwrite")
 # The next levels are slower and compress differences of weights no better.
 LEVEL = 1
-# Between these shares of changed elements both forms are tried.
+# The share of changed elements up to which the sparse form was smaller in trials.
 SPARSE_UP_TO = 0.5
-DENSE_FROM = 0.02
+# Elements that are compared at once: what is found is still in the processor's cache when it is read.
+CHUNK = 1 << 19
+# Elements that one thread compares.
+PIECE = 1 << 23
+Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -45,21 +50,53 @@ class Change:
 SAME = Change("same", 0, 0, b"")
 
 
-def encode(old: Bytes, new: Bytes, item_bytes: int, operation: str) -> Change:
-    """Encodes the bytes of a tensor whose elements have `item_bytes`: 1, 2, 4 or 8."""
+def encode(old: Bytes, new: Bytes, item_bytes: int, operation: str, run: Run = map) -> Change:
+    """Encodes the bytes of a tensor whose elements have `item_bytes`: 1, 2, 4 or 8. run: `map`, or that of a pool of
+    threads, for pieces of a large tensor."""
     before, after = _elements(old, item_bytes), _elements(new, item_bytes)
-    differs = before != after
-    changed = int(np.count_nonzero(differs))
+
+    def find(start: int, most: float) -> _Found:
+        return _find(before[start : start + PIECE], after[start : start + PIECE], operation, most)
+
+    starts = range(0, len(after), PIECE)
+    found = [*run(lambda start: find(start, SPARSE_UP_TO), starts)]
+    changed = sum(piece.changed for piece in found)
     if not changed:
         return SAME
-    share = changed / len(after)
-    forms = []
-    if share <= SPARSE_UP_TO:
-        forms.append(_sparse(before, after, np.flatnonzero(differs), operation))
-    if share >= DENSE_FROM:
+    if changed > SPARSE_UP_TO * len(after):
         values = before ^ after if operation == "xor" else after
-        forms.append(Change("dense", changed, 0, _compress(_planes(values))))
-    return min(forms, key=lambda form: len(form.payload))
+        return Change("dense", changed, 0, _compress(_planes(values)))
+    # Parts that have changed as a whole, of a tensor that has not.
+    found = [piece if piece.whole else find(start, 1.0) for piece, start in zip(found, starts, strict=True)]
+    places = [place + start for piece, start in zip(found, starts, strict=True) for place in piece.places]
+    return _sparse(np.concatenate(places), np.concatenate([v for piece in found for v in piece.values]))
+
+
+class _Found(NamedTuple):
+    """The elements of a piece that differ. places: int64, from the piece's first element on; values: what changes them,
+    unsigned integers. whole: whether places and values are all of them."""
+
+    changed: int
+    places: list[Any]
+    values: list[Any]
+    whole: bool
+
+
+def _find(before: Any, after: Any, operation: str, most: float) -> _Found:
+    """Compares chunk by chunk. most: share of changed elements above which a chunk's places are not looked for."""
+    changed, whole, places, values = 0, True, [], []
+    for start in range(0, len(after), CHUNK):
+        old, new = before[start : start + CHUNK], after[start : start + CHUNK]
+        differs = old != new
+        count = int(np.count_nonzero(differs))
+        changed += count
+        if count > most * len(new):
+            whole = False
+            continue
+        here = np.flatnonzero(differs)
+        places.append(here + start)
+        values.append(old[here] ^ new[here] if operation == "xor" else new[here])
+    return _Found(changed, places, values, whole)
 
 
 def apply(old: Bytes, change: Change, item_bytes: int, operation: str) -> Bytes:
@@ -100,10 +137,9 @@ def decode(change: Change, size: int, item_bytes: int, operation: str) -> tuple[
     return positions, _from_planes(content[split:], item_bytes)
 
 
-def _sparse(before: Any, after: Any, positions: Any, operation: str) -> Change:
+def _sparse(positions: Any, values: Any) -> Change:
     gaps = np.diff(positions, prepend=-1) - 1
     gap_bytes = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << (8 * size - (size == 8)))
-    values = before[positions] ^ after[positions] if operation == "xor" else after[positions]
     content = np.concatenate([_planes(gaps.astype(f"<u{gap_bytes}")), _planes(values)])
     return Change("sparse", len(positions), gap_bytes, _compress(content))
 

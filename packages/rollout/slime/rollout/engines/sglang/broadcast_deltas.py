@@ -12,12 +12,13 @@ replaces the buckets that were loaded before.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,7 +27,14 @@ from torch import Tensor
 
 from slime.types.errors import DataLoss
 from slime.types.weight_deltas import BROADCAST, REFUSED
-from slime.types.weight_deltas.buckets import ITEM_BYTES, TensorDelta, check_tensor, decode_tensor, read_bucket
+from slime.types.weight_deltas.buckets import (
+    ITEM_BYTES,
+    TensorDelta,
+    VersionDelta,
+    check_tensor,
+    decode_tensor,
+    read_bucket,
+)
 
 # Every tensor of a bucket begins at a multiple of it, so that it can be viewed in its type.
 ALIGNMENT = 16
@@ -39,6 +47,7 @@ VALUES = {
 THREADS = min(8, os.cpu_count() or 1)
 # By the bytes of an element: types whose bits can be changed.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Result = TypeVar("Result")
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 # The largest of each element over all ranks of an engine, in place.
 Gather = Callable[[Tensor], object]
@@ -92,16 +101,19 @@ def apply_bucket(load: Loader, data: bytes, device: torch.device, gather: Gather
     if not deltas:
         # It shows the trainer that deltas are applied here.
         return
-    content, parts = _lay_out(deltas, device)
+    content, parts = _on_all_ranks(lambda: _lay_out(deltas, device), device, gather)
     held = read_back(load, content, {part.delta.name: part.tensor for part in parts}, gather)
     changed = [part for part in parts if part.delta.change.changed]
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
-        for part, decoded in zip(changed, threads.map(lambda p: decode_tensor(about, p.delta), changed), strict=True):
-            name = part.delta.name
-            if name not in held:
-                # The engine has no such tensor, or its loader waits for another one to load the two together.
-                raise DataLoss(f"{name} has changed, and the model's loader leaves it out", field=name)
-            _change(part.tensor, *decoded, xor=about.delta_encoding == "xor")
+    for part in changed:
+        if (name := part.delta.name) not in held:
+            # The engine has no such tensor, or its loader waits for another one to load the two together.
+            raise DataLoss(f"{name} has changed, and the model's loader leaves it out", field=name)
+    with _threads(device) as threads:
+        # Few at once: changes take more memory than the elements that change.
+        for start in range(0, len(changed), THREADS):
+            few = changed[start : start + THREADS]
+            for part, decoded in zip(few, threads.map(functools.partial(_decode, about), few), strict=True):
+                _change(part.tensor, *decoded, xor=about.delta_encoding == "xor")
         new = _on_host(content).numpy()
 
         def check(part: _Part) -> None:
@@ -110,6 +122,23 @@ def apply_bucket(load: Loader, data: bytes, device: torch.device, gather: Gather
         list(threads.map(check, [part for part in parts if part.delta.name in held]))
     if changed:
         load([(part.delta.name, part.tensor) for part in changed])
+
+
+def _on_all_ranks(work: Callable[[], Result], device: torch.device, gather: Gather | None) -> Result:
+    """Returns what `work` returns. Raises its error, and DataLoss on the other ranks, which would wait for this one."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
+    if gather is not None:
+        gather(failed)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise DataLoss("another rank of the engine has no memory for a bucket", field="weights")
+    return cast(Result, result)
 
 
 def _lay_out(deltas: Sequence[TensorDelta], device: torch.device) -> tuple[Tensor, list[_Part]]:
@@ -123,15 +152,29 @@ def _lay_out(deltas: Sequence[TensorDelta], device: torch.device) -> tuple[Tenso
     ]
 
 
-def _change(tensor: Tensor, positions: Any, values: Any, *, xor: bool) -> None:
-    """Changes elements of a tensor in place. positions, values: as `encoding.decode` returns them."""
+def _threads(device: torch.device) -> ThreadPoolExecutor:
+    """Returns threads that allocate on this one's device and stream: memory of another stream could be given away while
+    a kernel of this one still reads it."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return ThreadPoolExecutor(
+        THREADS, thread_name_prefix="delta", initializer=torch.cuda.set_stream, initargs=(stream,)
+    )
+
+
+def _decode(about: VersionDelta, part: _Part) -> tuple[Tensor | None, Tensor]:
+    """Returns what `encoding.decode` does, as integers on the device of the part."""
+    positions, values = decode_tensor(about, part.delta)
+    device = part.tensor.device
+    places = None if positions is None else torch.tensor(positions, device=device)
+    return places, torch.tensor(values.view(f"i{part.tensor.itemsize}"), device=device)
+
+
+def _change(tensor: Tensor, places: Tensor | None, values: Tensor, *, xor: bool) -> None:
     elements = tensor.view(-1).view(INTEGERS[tensor.itemsize])
-    new = torch.tensor(values.view(f"i{tensor.itemsize}"), device=tensor.device)
-    if positions is None:
-        elements.copy_(elements ^ new if xor else new)
+    if places is None:
+        elements.copy_(elements ^ values if xor else values)
     else:
-        places = torch.tensor(positions, device=tensor.device)
-        elements[places] = elements[places] ^ new if xor else new
+        elements[places] = elements[places] ^ values if xor else values
 
 
 def _on_host(content: Tensor) -> Tensor:

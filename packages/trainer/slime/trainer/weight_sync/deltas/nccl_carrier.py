@@ -28,8 +28,10 @@ class NcclCarrier(DeltaCarrier):
     name = "nccl"
 
     def __init__(self, broadcaster: Broadcaster, bucket_bytes: int) -> None:
-        """bucket_bytes: most bytes of a bucket of a full update."""
+        """bucket_bytes: most bytes of the tensors in a bucket, of a full update as of a delta."""
         self._broadcaster = broadcaster
+        # SGLang takes some 30 ms to answer a request, and goes through all modules of a model twice for each.
+        self.tensor_bytes = bucket_bytes
         # Engines that have taken a delta, by name and URL.
         self._known: set[tuple[str, str]] = set()
         self._whole = NcclTransport(broadcaster, bucket_bytes)

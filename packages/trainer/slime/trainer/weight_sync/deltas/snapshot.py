@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,10 +14,17 @@ from torch import Tensor
 
 from slime.trainer.weight_sync.base import Weights
 from slime.types.weight_deltas.buckets import TensorDelta, VersionDelta, encode_tensor
-from slime.types.weight_deltas.encoding import Bytes
+from slime.types.weight_deltas.encoding import Bytes, Run
+
+Result = TypeVar("Result")
 
 # Threads that encode: numpy, zstd and the checksums work without the interpreter's lock.
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(16, os.cpu_count() or 1)
+# Bytes of tensors that are copied from the GPU, encoded, or wait to be sent at once, if not one is larger. They are in
+# pinned memory, of which torch keeps up to twice as much.
+AHEAD_BYTES = 1 << 30
+# Data type, shape and bytes of a tensor.
+_Held = tuple[str, tuple[int, ...], Bytes]
 
 
 class Snapshot:
@@ -31,7 +38,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.version: int | None = None
         self.elements = self.changed = 0
-        self._held: dict[str, tuple[str, tuple[int, ...], Bytes]] = {}
+        self._held: dict[str, _Held] = {}
 
     @property
     def nbytes(self) -> int:
@@ -42,48 +49,71 @@ class Snapshot:
         version."""
         same, self.version = version == self.version, None
         earlier, self._held = self._held, {}
-        for name, tensor in weights:
-            about, new = _about(tensor), _bytes(tensor)
-            dtype, shape, data = earlier.pop(name, (*about, None))
-            if data is None or (dtype, shape) != about:
-                data, same = new.copy(), False
-            else:
-                same = same and np.array_equal(data, new)
-                np.copyto(data, new)
-            self._held[name] = (*about, data)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="snapshot") as threads:
+            copies = (
+                (tensor.nbytes, threads.submit(_copy, name, earlier.pop(name, None), _about(tensor), _bytes(tensor)))
+                for name, tensor in weights
+            )
+            for name, copy, equal in _in_order(copies):
+                self._held[name], same = copy, same and equal
         self.version = version
         return same and not earlier
 
-    def deltas(self, about: VersionDelta, weights: Weights) -> Iterator[TensorDelta]:
+    def deltas(self, about: VersionDelta, weights: Weights) -> Generator[TensorDelta, None, None]:
         """Takes the weights and yields the change of each tensor; sets `version` once all of them are taken."""
         assert self.version == about.base_version
         self.version, self.elements, self.changed = None, 0, 0
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
-            under_way: deque[Future[TensorDelta]] = deque()
-            for name, tensor in weights:
-                self.elements += tensor.numel()
-                under_way.append(threads.submit(self._change, about, name, _bytes(tensor)))
-                if len(under_way) > THREADS:
-                    yield self._counted(under_way.popleft())
-            while under_way:
-                yield self._counted(under_way.popleft())
+        with (
+            # Other threads than those of tensors, which wait for pieces; they end last.
+            ThreadPoolExecutor(THREADS, thread_name_prefix="piece") as pieces,
+            ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads,
+        ):
+            changes = (
+                (tensor.nbytes, threads.submit(self._change, about, name, _bytes(tensor), pieces.map))
+                for name, tensor in weights
+            )
+            for delta in _in_order(changes):
+                self.elements += int(np.prod(delta.shape, dtype=np.int64))
+                self.changed += delta.change.changed
+                yield delta
         self.version = about.version
 
-    def _change(self, about: VersionDelta, name: str, new: Bytes) -> TensorDelta:
+    def _change(self, about: VersionDelta, name: str, new: Bytes, run: Run) -> TensorDelta:
         dtype, shape, held = self._held[name]
-        delta = encode_tensor(about, name, dtype, shape, held, new)
+        delta = encode_tensor(about, name, dtype, shape, held, new, run)
         if delta.change.changed:
             np.copyto(held, new)
         return delta
-
-    def _counted(self, delta: Future[TensorDelta]) -> TensorDelta:
-        self.changed += delta.result().change.changed
-        return delta.result()
 
     def weights(self) -> Weights:
         """Yields the tensors, which are parts of the snapshot."""
         for name, (dtype, shape, data) in self._held.items():
             yield name, torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+
+
+def _copy(name: str, held: _Held | None, about: tuple[str, tuple[int, ...]], new: Bytes) -> tuple[str, _Held, bool]:
+    """Returns the name, a copy of `new`, in the memory of `held` where it fits, and whether that had the same bytes."""
+    if held is None or held[:2] != about:
+        return name, (*about, new.copy()), False
+    same = np.array_equal(held[2], new)
+    np.copyto(held[2], new)
+    return name, held, same
+
+
+def _in_order(started: Iterable[tuple[int, Future[Result]]]) -> Iterator[Result]:
+    """Yields the results in their order, with tensors of up to AHEAD_BYTES under way. started: bytes of a tensor, and
+    what is done with it."""
+    under_way: deque[tuple[int, Future[Result]]] = deque()
+    ahead = 0
+    for nbytes, future in started:
+        under_way.append((nbytes, future))
+        ahead += nbytes
+        while ahead > AHEAD_BYTES:
+            nbytes, future = under_way.popleft()
+            ahead -= nbytes
+            yield future.result()
+    for _, future in under_way:
+        yield future.result()
 
 
 def _about(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

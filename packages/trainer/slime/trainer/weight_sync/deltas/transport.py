@@ -7,6 +7,7 @@ a delta and finds that its own weights are not the delta's base refuses it, and 
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
 import logging
 import time
@@ -17,7 +18,7 @@ from slime.trainer.weight_sync.base import Weights, WeightTransport
 from slime.trainer.weight_sync.deltas.snapshot import Snapshot
 from slime.types.clients import Engine
 from slime.types.errors import EngineError
-from slime.types.weight_deltas.buckets import VersionDelta, write_buckets
+from slime.types.weight_deltas.buckets import TENSOR_BYTES, VersionDelta, write_buckets
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +27,11 @@ Buckets = Iterator[tuple[bytes, bool]]
 
 
 class DeltaCarrier(abc.ABC):
-    """Carries deltas, and whole weights, to engines. lineage: as in VersionDelta."""
+    """Carries deltas, and whole weights, to engines. lineage: as in VersionDelta. tensor_bytes: most bytes of the
+    tensors in a bucket of a delta."""
 
     name: str
+    tensor_bytes = TENSOR_BYTES
 
     @abc.abstractmethod
     def check(self, engines: Sequence[Engine]) -> None:
@@ -72,8 +75,10 @@ class DeltaTransport(WeightTransport):
         holders = [engine for engine in engines if engine.weight_version == base != version]
         if holders and base is not None:
             about = VersionDelta(version, base, self._lineage, self._encoding, self._checksum)
-            buckets = write_buckets(about, self._snapshot.deltas(about, weights), self._bucket_bytes)
-            sent, refused = self._carrier.send_delta(holders, about, buckets)
+            # Closed, so that no thread still changes the snapshot when a failed update is tried again.
+            with contextlib.closing(self._snapshot.deltas(about, weights)) as changes:
+                buckets = write_buckets(about, changes, self._bucket_bytes, self._carrier.tensor_bytes)
+                sent, refused = self._carrier.send_delta(holders, about, buckets)
             self._metrics["perf/update_weights_changed"] = self._snapshot.changed / max(1, self._snapshot.elements)
         else:
             self._metrics.pop("perf/update_weights_changed", None)
