@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "packages" / "types" / "slime" / "v1"
 
 
-def generate(proto: Path, output: Path) -> dict[str, str]:
-    """File name to text, of everything generated from `proto`."""
+def generate(proto: Path, output: Path, **variables: str) -> dict[str, str]:
+    """File name to text, of everything generated from `proto`. variables: of the environment."""
     path = f"{Path(uv.find_uv_bin()).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
-        [ROOT / "scripts" / "generate_proto", proto, output],
-        check=True, timeout=240, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PATH": path},
-    )  # fmt: skip
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [ROOT / "scripts" / "generate_proto", proto, output]
+    subprocess.run(command, check=True, timeout=240, env=inherited | {"PATH": path} | variables)
     return {file.name: file.read_text() for file in (output / "slime" / "v1").iterdir()}
 
 
@@ -44,6 +44,13 @@ def test_stale_code_is_seen(tmp_path: Path) -> None:
     fresh = generate(edited, tmp_path / "output")
     stale = {name for name, text in committed().items() if text != fresh[name]}
     assert stale == {"sample.proto", "sample_pb2.py", "sample_pb2.pyi"}
+
+
+def test_two_may_be_the_first_to_generate(tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(generate, ROOT / "proto", tmp_path / name, **cache) for name in ("first", "second")]
+        assert found[0].result() == found[1].result() == committed()
 
 
 ROUND_TRIP = """
