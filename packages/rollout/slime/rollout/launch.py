@@ -139,6 +139,7 @@ def check_on_policy(members: Sequence[Member]) -> None:
 def check_images(directory: str, members: Sequence[Member]) -> None:
     """Raises NotAvailable for an engine that does not show the images of prompts to the model in `directory`."""
     for member in members:
+        # A HostedEngine is one of this class too, and the run has started it.
         member.kind.check_images(directory, member.name, external=type(member.engine) is RemoteEngine)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from slime.trainer.weight_sync.base import Weights
+from slime.trainer.weight_sync.broadcasts import Broadcaster
 from slime.trainer.weight_sync.deltas import snapshot
 from slime.trainer.weight_sync.deltas.carriers import DiskCarrier, TensorCarrier
+from slime.trainer.weight_sync.deltas.nccl_carrier import NcclCarrier
 from slime.trainer.weight_sync.deltas.snapshot import Snapshot
+from slime.trainer.weight_sync.deltas.transport import Buckets, DeltaCarrier, DeltaTransport
 from slime.trainer.weight_sync.disk import DiskTransport
 from slime.trainer.weight_sync.tensor import TensorTransport
 from slime.types.clients import Engine
 from slime.types.errors import EngineError, NotAvailable
-from slime.types.weight_deltas.buckets import VersionDelta
+from slime.types.weight_deltas.buckets import VersionDelta, read_bucket
 
 
 def weights(value: float, size: int = 4) -> Weights:
@@ -73,6 +76,55 @@ def test_a_snapshot_that_was_not_finished_has_no_version(of_all: bool) -> None:
     assert not held.take(2, many(2.0)) and held.version == 2
     for (_, tensor), (_, wanted) in zip(held.weights(), many(2.0), strict=True):
         assert torch.equal(tensor, wanted)
+
+
+class Recorder(DeltaCarrier):
+    """Keeps the numbers of tensors in the buckets that it is given. fails: at the second bucket."""
+
+    name, tensor_bytes = "nccl", 100
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails, self.sizes = fails, list[int]()
+
+    def check(self, engines: Sequence[Engine]) -> None: ...
+
+    def send_delta(
+        self, engines: Sequence[Engine], about: VersionDelta, buckets: Buckets
+    ) -> tuple[int, dict[str, Any]]:
+        for bucket, _ in buckets:
+            self.sizes.append(len(read_bucket(bucket)[1]))
+            if self.fails and len(self.sizes) == 2:
+                raise EngineError("the engine is gone")
+        return 1, {}
+
+    def send_whole(self, engines: Sequence[Engine], version: int, lineage: str, weights: Weights) -> int:
+        return 1
+
+    def close(self) -> None: ...
+
+
+def holder(version: int) -> list[Engine]:
+    return [Engine("a", "http://a", "sglang", True, version)]
+
+
+def test_the_carrier_says_how_many_tensors_a_bucket_has() -> None:
+    carrier = Recorder()
+    updates = DeltaTransport(carrier, "xor", "xxh3-128", 10**6)
+    updates.send(holder(0), 1, many(1.0))
+    updates.send(holder(1), 2, many(2.0))
+    # The tensors have 12, 24, ... 144 bytes.
+    assert carrier.sizes == [3, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert NcclCarrier(Broadcaster(torch.device("cpu"), 1.0), 7).tensor_bytes == 7
+
+
+def test_no_thread_changes_the_snapshot_when_an_update_has_failed() -> None:
+    updates = DeltaTransport(Recorder(fails=True), "xor", "xxh3-128", 10**6)
+    updates.send(holder(0), 1, many(1.0))
+    with pytest.raises(EngineError, match="the engine is gone") as caught:
+        updates.send(holder(1), 2, many(2.0))
+    # An error that is kept keeps its frames, and what they have begun.
+    assert caught.tb is not None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("delta", "piece"))]
 
 
 class SlowEngine:

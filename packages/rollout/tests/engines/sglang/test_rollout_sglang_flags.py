@@ -307,7 +307,7 @@ def test_images_for_a_qwen3_5_are_refused_where_sglang_would_misplace_them(
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {"depth": 1}}))
     if refused and family == "qwen3_5":
-        with pytest.raises(NotAvailable, match=f"ignores in which row and column .* {refused}"):
+        with pytest.raises(NotAvailable, match=f"applies only the temporal part of M-RoPE .* {refused}"):
             KINDS["sglang"].check_images(str(model))
     else:
         KINDS["sglang"].check_images(str(model))

@@ -86,7 +86,7 @@ def loss_mask(sample: Sample) -> np.ndarray:
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raises InvalidField for a token that the model does not have."""
+    """Raises InvalidField, naming the first token id, and its sample, that is not in [0, vocab_size)."""
     every = np.concatenate([sample.array("tokens") for sample in samples]) if samples else np.empty(0, np.int32)
     # A negative id is a large one without its sign: one pass over the tokens finds both.
     if not len(every) or int(every.view(np.uint32).max()) < vocab_size:

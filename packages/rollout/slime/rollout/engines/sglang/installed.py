@@ -43,8 +43,8 @@ def drops_image_positions() -> bool:
 
 
 def takes_image_positions() -> bool:
-    """Returns whether the installed SGLang has both methods of Qwen3.5's attention, so that the plug-in can call the
-    one that reads three positions."""
+    """Returns whether the plug-in can make the installed SGLang apply all of M-RoPE to Qwen3.5: whether its attention
+    has both methods, of which one takes the other's place."""
     package = _package()
     model = None if package is None else package / QWEN3_5_MODEL
     text = model.read_text(encoding="utf-8") if model is not None and model.is_file() else ""

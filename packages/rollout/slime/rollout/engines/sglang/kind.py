@@ -83,8 +83,8 @@ class SGLang(EngineKind):
             return
         raise NotAvailable.unavailable(
             "--multimodal-keys with --rollout-engine sglang",
-            "the installed SGLang ignores in which row and column of an image a token of Qwen3.5 lies "
-            "(sgl-project/sglang#34446), so its log-probs with images are wrong; and the plug-in that tells it "
+            "the installed SGLang applies only the temporal part of M-RoPE to images of Qwen3.5 "
+            "(sgl-project/sglang#34446), so its log-probs with images are wrong; and the plug-in that corrects it "
             + ("does not know this version" if plugin.is_found() else "is not found"),
             "SGLang 0.5.17" if plugin.is_found() else "slime-rollout installed as a distribution (pip install)",
         )

@@ -1,6 +1,6 @@
 """A plug-in of SGLang, found by its entry point `sglang.srt.plugins`: samples in one pass, takes weight updates of
-layers in INT4 and deltas of weights by NCCL, and tells Qwen3.5's attention where in an image a token lies, where a run
-asks for it.
+layers in INT4 and deltas of weights by NCCL, and applies all of M-RoPE to the images of a Qwen3.5, where a run asks
+for it.
 
 SGLang loads it in each of its processes. Greedy, seeded and deterministic sampling, top-p, top-k, min-p and requests
 for the log-probs of other tokens stay SGLang's own.
@@ -191,9 +191,10 @@ def _parameters(name: str) -> tuple[str, ...]:
 
 
 def prepare(own: Callable[..., Any], layer: Any, positions: Any, hidden_states: Any) -> Any:
-    """Returns queries, keys, values and gates of an attention layer, from all positions of a token.
+    """Returns queries [T, heads * D], keys and values [T, key heads * D], and gates [T, heads * D] of an attention.
 
-    own: SGLang's method, which reads one position of each token. positions: [T], or [3, T] as time, row and column.
+    own: SGLang's method, which reads one position of each token. positions: int64 [T], or [3, T] for M-RoPE: time, row
+    and column. hidden_states: [T, hidden].
     """
     if positions.ndim == 1:
         return own(layer, positions, hidden_states)
