@@ -217,3 +217,18 @@ def test_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "slime-convert: error: --gguf: no such file" in capsys.readouterr().err
     assert main(["gguf-to-hf", "--gguf", str(source)]) == 2
     assert "--output-dir is required" in capsys.readouterr().err
+
+
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: str) -> None:
+            parsed.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    source = write_gguf(tmp_path / "model.gguf", tiny_model())
+    converter.convert(source, tmp_path / "model")
+    assert parsed == [str(source)]
+    assert gguf.GGUFReader is Counted, "the library is as it was"

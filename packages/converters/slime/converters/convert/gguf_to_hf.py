@@ -7,8 +7,10 @@ padding, the chat template kept.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +46,34 @@ def convert(
         progress(f"{target} is complete: kept")
         return target
     progress(f"reading {source}")
-    metadata = read_metadata(source)
-    size = metadata["num_elements"] * (4 if dtype == "float32" else 2) + SPARE_BYTES
-    with whole_directory(target, WRITER, field="--output-dir", need_bytes=size) as partial:
-        _write_model(source, partial, metadata, dtype, progress)
+    with _parsing_once():
+        metadata = read_metadata(source)
+        size = metadata["num_elements"] * (4 if dtype == "float32" else 2) + SPARE_BYTES
+        with whole_directory(target, WRITER, field="--output-dir", need_bytes=size) as partial:
+            _write_model(source, partial, metadata, dtype, progress)
     progress(f"wrote {target}")
     return target
+
+
+@contextlib.contextmanager
+def _parsing_once() -> Iterator[None]:
+    """Makes gguf answer from memory what it has answered before.
+
+    transformers parses the whole file again for the config, the tokenizer and the weights, some seconds each where the
+    vocabulary is large, and makes the table of tensor names anew for every module of the model.
+    """
+    import gguf
+
+    # Where transformers looks them up, at each call.
+    names = ("GGUFReader", "get_tensor_name_map")
+    functions = {name: getattr(gguf, name) for name in names}
+    try:
+        for name, function in functions.items():
+            setattr(gguf, name, functools.cache(function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(gguf, name, function)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -65,7 +89,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     try:
-        reader = GGUFReader(path)
+        # As transformers writes it, so that both mean one file.
+        reader = GGUFReader(str(path))
         end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
     # numpy and struct raise different errors, depending on where the file ends.
     except (ValueError, IndexError, KeyError, OverflowError) as error:
