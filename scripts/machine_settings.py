@@ -17,6 +17,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Options that change how pip works or what it prints, not what it installs or from where.
+_ONLY_PIPS = {
+    "cache-dir", "compile", "config-file", "disable-pip-version-check", "log", "no-color", "no-compile", "no-input",
+    "no-warn-script-location", "progress-bar", "quiet", "require-virtualenv", "resume-retries", "retries",
+    "root-user-action", "verbose",
+}  # fmt: skip
+_UVS = {
+    "index-url", "extra-index-url", "find-links", "no-index", "constraint", "cert", "trusted-host", "default-timeout",
+    "timeout", "no-cache-dir",
+}  # fmt: skip
+
 
 def pip_listing() -> str:
     command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
@@ -38,32 +49,55 @@ def as_url(location: str) -> str:
     return location if "://" in location else Path(location).expanduser().absolute().as_uri()
 
 
+def uv_variables(pip: dict[str, str], environment: dict[str, str]) -> dict[str, str]:
+    """Returns the variables with which uv installs what pip would."""
+    index = pip.get("index-url", "")
+    extra = pip.get("extra-index-url", "").split()
+    links = [as_url(link) for link in pip.get("find-links", "").split()]
+    timeout = pip.get("timeout") or pip.get("default-timeout", "")
+    found = {
+        "UV_DEFAULT_INDEX": index,
+        "UV_INDEX": " ".join(extra),
+        "UV_INDEX_STRATEGY": "unsafe-best-match" if index or extra else "",
+        # uv wants one list, separated by commas.
+        "UV_FIND_LINKS": ",".join(links),
+        "UV_NO_INDEX": switch(pip.get("no-index", "")),
+        "UV_NO_CACHE": switch(pip.get("no-cache-dir", "")),
+        "UV_CONSTRAINT": pip.get("constraint", ""),
+        "UV_INSECURE_HOST": pip.get("trusted-host", ""),
+        "UV_HTTP_TIMEOUT": str(int(float(timeout))) if timeout else "",
+        "SSL_CERT_FILE": certificates(pip, environment),
+    }
+    return {name: " ".join(value.split()) for name, value in found.items() if value}
+
+
+def switch(value: str) -> str:
+    return "1" if value.lower() in ("1", "true", "yes", "on", "y", "t") else ""
+
+
+def certificates(pip: dict[str, str], environment: dict[str, str]) -> str:
+    path = pip.get("cert") or environment.get("REQUESTS_CA_BUNDLE") or environment.get("SSL_CERT_FILE", "")
+    return path if path and Path(path).is_file() else ""
+
+
 def fragment(pip: dict[str, str], environment: dict[str, str]) -> dict[str, dict[str, object]]:
     """Sections and options of the pants.toml fragment."""
     index = pip.get("index-url", "")
     extra = pip.get("extra-index-url", "").split()
     links = [as_url(link) for link in pip.get("find-links", "").split()]
-    certificates = pip.get("cert") or environment.get("REQUESTS_CA_BUNDLE") or environment.get("SSL_CERT_FILE", "")
 
     sections: dict[str, dict[str, object]] = {}
-    tests: list[str] = []
     if index or extra:
         # Without an index of its own, the extra ones come after the one that Pants and uv have by default.
         sections["python-repos"] = {"indexes": [index, *extra]} if index else {"indexes.add": extra}
-        if index:
-            tests.append("UV_DEFAULT_INDEX=" + index)
-        tests.append("UV_INDEX=" + " ".join(extra))
-        tests.append("UV_INDEX_STRATEGY=unsafe-best-match")
     if links:
         sections.setdefault("python-repos", {})["find_links"] = links
-        # uv wants one list, separated by commas.
-        tests.append("UV_FIND_LINKS=" + ",".join(links))
-    if certificates and Path(certificates).is_file():
-        sections["GLOBAL"] = {"ca_certs_path": certificates}
-        tests.append("SSL_CERT_FILE=" + certificates)
-    if tests:
+    if certificates(pip, environment):
+        sections["GLOBAL"] = {"ca_certs_path": certificates(pip, environment)}
+    variables = uv_variables(pip, environment)
+    if variables:
         # Tests that install wheels do so with uv, which does not read pip's files.
-        sections["test"] = {"extra_env_vars.add": tests}
+        sections["test"] = {"extra_env_vars.add": [f"{name}={value}" for name, value in variables.items()]}
     return sections
 
 
@@ -94,5 +128,16 @@ def write(directory: Path, listing: str) -> Path:
     return path
 
 
+def main(word: str) -> int:
+    if word != "--uv":
+        print(write(Path(word), pip_listing()))
+        return 0
+    pip = pip_settings(pip_listing())
+    if not pip.keys() <= _UVS | _ONLY_PIPS:
+        return 1
+    print("\n".join(f"{name}={value}" for name, value in uv_variables(pip, dict(os.environ)).items()))
+    return 0
+
+
 if __name__ == "__main__":
-    print(write(Path(sys.argv[1]), pip_listing()))
+    sys.exit(main(sys.argv[1]))
