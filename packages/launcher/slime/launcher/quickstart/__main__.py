@@ -89,8 +89,8 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--hf-checkpoint", str(model), "--prompt-data", str(train),
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
         "--rm-type", "integer",
-        "--num-rollout", str(options.steps(10)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
-        "--rollout-max-response-len", "12", "--lr", "2e-5", *fast_dtype(),
+        "--num-rollout", str(options.steps(8)), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8",
+        "--rollout-max-response-len", "10", "--lr", "2e-5", *fast_dtype(),
     ]  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _next_command(options: Options) -> str:
     flags = {
         "--hf-checkpoint": options.output_dir / "model", "--prompt-data": options.output_dir / "inputs" / "train.jsonl",
         "--input-key": "prompt", "--label-key": "label", "--rm-type": "integer", "--rollout-batch-size": 8,
-        "--n-samples-per-prompt": 8, "--rollout-max-response-len": 12, "--num-rollout": 10, "--lr": "5e-6",
+        "--n-samples-per-prompt": 8, "--rollout-max-response-len": 10, "--num-rollout": 10, "--lr": "5e-6",
         "--max-tokens-per-gpu": 4096, "--output-dir": "runs/more",
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
