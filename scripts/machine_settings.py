@@ -1,10 +1,13 @@
-"""Tells Pants what pip already knows about this machine: indexes, wheel directories, certificates.
+"""Tells Pants and uv what pip already knows about this machine: indexes, wheel directories, certificates.
 
-    pants_machine.py DIRECTORY
+    machine_settings.py DIRECTORY
+    machine_settings.py --uv
 
-`./pants` runs it before Pants. It reads pip's configuration (files and PIP_* variables) and writes it to DIRECTORY as a
-pants.toml fragment, whose path it prints, so that a machine with a mirror, a local build of torch or its own
-certificate authority needs no settings of ours. Without such a configuration the fragment is empty. Runs on Python 3.9.
+It reads pip's configuration (files and PIP_* variables), so that a machine with a mirror, a local build of torch or its
+own certificate authority needs no settings of ours. `./pants` runs the first form before Pants: a pants.toml fragment
+in DIRECTORY, empty without such a configuration, whose path is printed. `scripts/quickstart` runs the second, which
+prints uv's variables as NAME=VALUE, or ends with exit code 1 where pip has a setting that uv has no variable for. Runs
+on Python 3.9.
 """
 
 from __future__ import annotations
@@ -19,19 +22,21 @@ from pathlib import Path
 
 # Options that change how pip works or what it prints, not what it installs or from where.
 _ONLY_PIPS = {
-    "cache-dir", "compile", "config-file", "disable-pip-version-check", "log", "no-color", "no-compile", "no-input",
+    "compile", "config-file", "disable-pip-version-check", "log", "no-color", "no-compile", "no-input",
     "no-warn-script-location", "progress-bar", "quiet", "require-virtualenv", "resume-retries", "retries",
     "root-user-action", "verbose",
 }  # fmt: skip
 _UVS = {
-    "index-url", "extra-index-url", "find-links", "no-index", "constraint", "cert", "trusted-host", "default-timeout",
-    "timeout", "no-cache-dir",
+    "index-url", "extra-index-url", "find-links", "constraint", "cert", "trusted-host", "default-timeout",
+    "timeout", "cache-dir", "no-cache-dir",
 }  # fmt: skip
 
 
 def pip_listing() -> str:
     command = [sys.executable, "-m", "pip", "config", "list", "--disable-pip-version-check"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    # A quiet pip lists nothing.
+    environment = {**os.environ, "PIP_QUIET": "0"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment).stdout
 
 
 def pip_settings(listing: str) -> dict[str, str]:
@@ -40,9 +45,14 @@ def pip_settings(listing: str) -> dict[str, str]:
     for line in listing.splitlines():
         name, _, value = line.partition("=")
         section, _, option = name.rpartition(".")
-        if section in found:
-            found[section][option] = str(ast.literal_eval(value))
+        text = str(ast.literal_eval(value)) if section in found else ""
+        if text:  # pip passes over empty ones
+            found[section][option] = text
     return {**found["global"], **found["install"], **found[":env:"]}
+
+
+def absolute(location: str) -> str:
+    return location if "://" in location else str(Path(location).expanduser().absolute())
 
 
 def as_url(location: str) -> str:
@@ -61,11 +71,11 @@ def uv_variables(pip: dict[str, str], environment: dict[str, str]) -> dict[str, 
         "UV_INDEX_STRATEGY": "unsafe-best-match" if index or extra else "",
         # uv wants one list, separated by commas.
         "UV_FIND_LINKS": ",".join(links),
-        "UV_NO_INDEX": switch(pip.get("no-index", "")),
         "UV_NO_CACHE": switch(pip.get("no-cache-dir", "")),
-        "UV_CONSTRAINT": pip.get("constraint", ""),
+        "UV_CONSTRAINT": " ".join(absolute(file) for file in pip.get("constraint", "").split()),
         "UV_INSECURE_HOST": pip.get("trusted-host", ""),
-        "UV_HTTP_TIMEOUT": str(int(float(timeout))) if timeout else "",
+        "UV_HTTP_TIMEOUT": str(max(1, int(float(timeout)))) if timeout else "",
+        "UV_CACHE_DIR": os.path.join(pip["cache-dir"], "uv") if "cache-dir" in pip else "",
         "SSL_CERT_FILE": certificates(pip, environment),
     }
     return {name: " ".join(value.split()) for name, value in found.items() if value}
@@ -132,7 +142,10 @@ def main(word: str) -> int:
     if word != "--uv":
         print(write(Path(word), pip_listing()))
         return 0
-    pip = pip_settings(pip_listing())
+    try:
+        pip = pip_settings(pip_listing())
+    except subprocess.CalledProcessError:
+        return 1  # pip will say itself what is wrong
     if not pip.keys() <= _UVS | _ONLY_PIPS:
         return 1
     print("\n".join(f"{name}={value}" for name, value in uv_variables(pip, dict(os.environ)).items()))

@@ -41,6 +41,11 @@ def test_the_environment_wins_over_files() -> None:
     assert machine_settings.pip_settings(listing) == {"find-links": "/from/environment", "cert": "/ca.pem"}
 
 
+def test_an_empty_setting_hides_no_other() -> None:
+    listing = ":env:.index-url=''\nglobal.index-url='https://from.example/simple'\n"
+    assert machine_settings.pip_settings(listing) == {"index-url": "https://from.example/simple"}
+
+
 def test_the_file_is_private(tmp_path: Path) -> None:
     path = machine_settings.write(tmp_path / "cache", "global.index-url='https://user:secret@from.example/simple'\n")
     assert os.stat(path).st_mode & 0o077 == 0
@@ -56,20 +61,20 @@ def test_settings_of_two_checkouts_at_once_have_a_file_each(tmp_path: Path) -> N
 
 def test_uv_installs_from_where_pip_would() -> None:
     pip = {"index-url": "https://a.example/simple", "trusted-host": "a.example\nb.example", "timeout": "60.0"}
-    caps = {"constraint": "/etc/caps.txt", "no-index": "true", "no-cache-dir": "1"}
+    caps = {"constraint": "/etc/caps.txt more.txt", "cache-dir": "/caches/pip", "no-cache-dir": "1"}
     assert machine_settings.uv_variables(pip | caps, {}) == {
         "UV_DEFAULT_INDEX": "https://a.example/simple",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
-        "UV_NO_INDEX": "1",
         "UV_NO_CACHE": "1",
-        "UV_CONSTRAINT": "/etc/caps.txt",
+        "UV_CONSTRAINT": f"/etc/caps.txt {Path('more.txt').absolute()}",
+        "UV_CACHE_DIR": os.path.join("/caches/pip", "uv"),
         "UV_INSECURE_HOST": "a.example b.example",
         "UV_HTTP_TIMEOUT": "60",
     }
-    assert machine_settings.uv_variables({"no-index": "0"}, {}) == {}
+    assert machine_settings.uv_variables({"no-cache-dir": "0"}, {}) == {}
 
 
-@pytest.mark.parametrize(("option", "code"), [("retries", 0), ("require-hashes", 1)])
+@pytest.mark.parametrize(("option", "code"), [("retries", 0), ("require-hashes", 1), ("no-index", 1)])
 def test_an_option_that_uv_has_no_variable_for_is_left_to_pip(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, code: int
 ) -> None:

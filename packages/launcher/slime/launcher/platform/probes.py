@@ -28,6 +28,8 @@ RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 RAY_NODE, RAY_FLAG = "raylet", "--gcs-address="
 # With these oneDNN multiplies bfloat16. Whoever has them is spared the import of torch, a second of each start.
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+# Variables that keep torch from using what the processor has.
+_ISA_LIMITS = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def torch_sees_gpus() -> bool:
 
 def multiplies_bfloat16() -> bool:
     """Returns whether the processor multiplies matrices in bfloat16."""
-    if _AVX512 <= processor_flags():
+    if _AVX512 <= processor_flags() and not _ISA_LIMITS & os.environ.keys():
         return True
     import torch
 
