@@ -10,6 +10,17 @@ import pytest
 
 NUM_GPUS = 0
 
+# Stands in for Python: it logs what is installed, without a network, and fails where it is told to.
+PYTHON = """#!/bin/bash
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *machine_settings.py*) echo UV_CONSTRAINT=/caps.txt; exit "${SETTINGS_CODE:-0}" ;;
+  "-m pip "*" uv") exit "${FETCH_CODE:-0}" ;;
+  "-m pip "*) echo "pip $*" >> "$LOG"; exit "${PIP_CODE:-0}" ;;
+  "-m uv "*) echo "uv [$UV_CONSTRAINT] $PWD $*" >> "$LOG"; exit "${UV_CODE:-0}" ;;
+  "-m slime"*) echo ran >> "$LOG" ;;
+esac
+"""
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quickstart"
 
 
@@ -31,3 +42,40 @@ def test_help_installs_nothing(tmp_path: Path, word: str) -> None:
     helped = run(tmp_path / "environment", "--tiny", word)
     assert helped.returncode == 0 and "scripts/quickstart [--tiny]" in helped.stdout
     assert not list(tmp_path.iterdir())
+
+
+def install(directory: Path, **codes: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs the script in `directory` with the stand-in; returns the process and the lines that were logged."""
+    stub, log = directory / "python", directory / "log"
+    stub.write_text(PYTHON)
+    stub.chmod(0o755)
+    variables = os.environ | {"SLIME_VENV": "venv", "PYTHON": str(stub), "LOG": str(log), **codes}
+    process = subprocess.run(
+        ["bash", SCRIPT, "--tiny"], cwd=directory, env=variables, capture_output=True, text=True, timeout=60
+    )
+    return process, log.read_text().splitlines() if log.exists() else []
+
+
+def test_uv_installs_under_the_constraints_of_checkout_and_machine(tmp_path: Path) -> None:
+    process, lines = install(tmp_path)
+    assert process.returncode == 0 and lines[-1] == "ran"
+    assert len(lines) == 4 and all(
+        line.startswith(f"uv [constraints.txt /caps.txt] {SCRIPT.parents[1]} ") for line in lines[:3]
+    )
+    assert (tmp_path / "venv" / ".stamp").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("SETTINGS_CODE", "settings that uv lacks"), ("FETCH_CODE", "could not be installed"), ("UV_CODE", "uv failed")],
+)
+def test_pip_installs_where_uv_does_not(tmp_path: Path, code: str, reason: str) -> None:
+    process, lines = install(tmp_path, **{code: "1"})
+    assert process.returncode == 0 and lines[-1] == "ran" and reason in process.stderr
+    assert sum(line.startswith("pip ") for line in lines) == 3
+
+
+def test_an_installation_that_fails_ends_the_script(tmp_path: Path) -> None:
+    process, lines = install(tmp_path, UV_CODE="1", PIP_CODE="3")
+    assert process.returncode == 3 and "ran" not in lines
+    assert not (tmp_path / "venv" / ".stamp").exists()

@@ -227,8 +227,11 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             parsed.append(path)
             super().__init__(path)
 
+    tables: list[tuple[object, ...]] = []
+    table = gguf.get_tensor_name_map
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *shape: tables.append(shape) or table(*shape))
     source = write_gguf(tmp_path / "model.gguf", tiny_model())
     converter.convert(source, tmp_path / "model")
-    assert parsed == [str(source)]
+    assert parsed == [str(source)] and len(tables) == 1
     assert gguf.GGUFReader is Counted, "the library is as it was"

@@ -57,7 +57,7 @@ def convert(
 
 @contextlib.contextmanager
 def _parsing_once() -> Iterator[None]:
-    """Makes gguf answer from memory what it has answered before.
+    """Caches what gguf has parsed, while a file is converted.
 
     transformers parses the whole file again for the config, the tokenizer and the weights, some seconds each where the
     vocabulary is large, and makes the table of tensor names anew for every module of the model.
@@ -89,7 +89,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     try:
-        # As transformers writes it, so that both mean one file.
+        # A string, because transformers passes one: a Path would be parsed a second time.
         reader = GGUFReader(str(path))
         end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
     # numpy and struct raise different errors, depending on where the file ends.

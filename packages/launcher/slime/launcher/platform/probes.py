@@ -26,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 RAY_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 # Program of a node of a Ray cluster, and its option for the address of the cluster.
 RAY_NODE, RAY_FLAG = "raylet", "--gcs-address="
-# With these oneDNN multiplies bfloat16. Whoever has them is spared the import of torch, a second of each start.
+# oneDNN multiplies bfloat16 on a processor with these, so torch, which takes a second to import, need not be asked.
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 # Variables that keep torch from using what the processor has.
 _ISA_LIMITS = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"}
