@@ -112,7 +112,7 @@ def dying(function):
         return function(*arguments, **options)
     return call
 
-ChunkFile.add, HfFiles.write = dying(ChunkFile.add), dying(HfFiles.write)
+ChunkFile.fill, HfFiles.write = dying(ChunkFile.fill), dying(HfFiles.write)
 module = {"there": hf_to_torch_dist, "back": torch_dist_to_hf}[sys.argv[1]]
 module.convert(sys.argv[2], sys.argv[3])
 """

@@ -78,7 +78,13 @@ def write_torch_dist(directory: Path, tensor: torch.Tensor) -> None:
         file.add(Place("weight"), tuple(tensor.shape), tensor, (0,))
 
 
-@pytest.mark.parametrize("write", [write_hf, write_torch_dist])
+def fill_torch_dist(directory: Path, tensor: torch.Tensor) -> None:
+    shape = tuple(tensor.shape)
+    with ChunkFile(directory, 0) as file:
+        file.fill(file.reserve(Place("weight"), shape, shape, tensor.dtype, (0,)), (slice(0, len(tensor)),), tensor)
+
+
+@pytest.mark.parametrize("write", [write_hf, write_torch_dist, fill_torch_dist])
 @pytest.mark.parametrize(("number", "kind"), [(28, OutOfSpace), (5, InvalidSetting)])
 def test_a_checkpoint_whose_early_flush_failed_is_not_called_written(
     write: Any, number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

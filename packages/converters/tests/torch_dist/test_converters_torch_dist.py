@@ -55,7 +55,9 @@ def test_pytorch_reads_what_is_written_here(tmp_path: Path) -> None:
         for layer in range(2):
             place = Place("decoder.layers.mlp.linear_fc2.weight", (layer,), (2,))
             first.add(place, (6, 4), whole[layer, :4], (0, 0))
-            second.add(place, (6, 4), whole[layer, 4:], (4, 0))
+            stored = second.reserve(place, (6, 4), (2, 4), whole.dtype, (4, 0))
+            for row in (1, 0):
+                second.fill(stored, (slice(row, row + 1), slice(0, 4)), whole[layer, 4 + row : 5 + row])
     write_metadata(tmp_path, first.chunks + second.chunks)
     found = {"decoder.layers.mlp.linear_fc2.weight": torch.zeros(2, 6, 4)}
     dcp.load(found, checkpoint_id=tmp_path, no_dist=True)

@@ -24,6 +24,7 @@ from slime.converters.families.base import Config, Family
 from slime.converters.families.mapping import Parameter
 from slime.converters.files.dtypes import NAMES
 from slime.converters.files.finished import SPARE_BYTES, WRITER, fingerprint
+from slime.converters.files.rectangles import pieces
 from slime.converters.files.scratch import Scratch
 from slime.converters.files.side_files import config_changes, copy_side_files
 from slime.converters.megatron.args import (
@@ -247,7 +248,7 @@ def key_dtypes(model: Model, source: HfSource, layout: Layout, parameters: list[
 
 
 def write_chunks(job: ImportJob) -> list[WrittenChunk]:
-    """Writes a worker's file. Holds at most `CHUNK_BYTES` of a parameter, or one row of it, at a time."""
+    """Writes a worker's file, holding one piece of a parameter in memory at a time."""
     model = job.model
     source = HfSource(model.path, model.config)
     layout = Layout.of(model.args)
@@ -258,9 +259,14 @@ def write_chunks(job: ImportJob) -> list[WrittenChunk]:
             parameter, dtype = parameters[number], job.dtypes[number]
             place, aliases = layout.place(parameter.name), layout.aliases(parameter.name)
             for rows in chunk_rows(parameter, dtype):
-                tensor = scratch.tensor((rows.stop - rows.start, *parameter.shape[1:]), dtype)
-                source.read_rows(parameter, rows, tensor)
-                file.add(place, parameter.shape, tensor, (rows.start, *(0 for _ in parameter.shape[1:])), aliases)
+                size = (rows.stop - rows.start, *parameter.shape[1:])
+                start = (rows.start, *(0 for _ in parameter.shape[1:]))
+                stored = file.reserve(place, parameter.shape, size, dtype, start, aliases)
+                for index in pieces(size, dtype):
+                    first, last = index[0].start, index[0].stop
+                    tensor = scratch.tensor((last - first, *parameter.shape[1:]), dtype)
+                    source.read_rows(parameter, slice(rows.start + first, rows.start + last), tensor)
+                    file.fill(stored, index, tensor)
     source.close()
     return file.chunks
 

@@ -16,7 +16,7 @@ import torch
 
 from slime.converters.families.mapping import Parameter
 from slime.converters.files import rectangles
-from slime.converters.files.rectangles import Index, Shape
+from slime.converters.files.rectangles import Index, Shape, Stored
 from slime.converters.torch_dist.blob import find_tensor, read_saved
 from slime.converters.torch_dist.description import DESCRIPTION, FORMAT
 from slime.converters.torch_dist.directory import COMMON, HF_DIR, METADATA, TRACKER, iteration_directory
@@ -68,6 +68,7 @@ class TorchDist:
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: list[str] = []
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._stored: dict[Chunk, Stored] = {}
         try:
             self._read_metadata(metadata)
         except InvalidFile:
@@ -180,9 +181,12 @@ class TorchDist:
             view = out[target]
             num_read += view.numel()
             fd = self._fd(chunk.file)
-            stored = find_tensor(fd, self.directory / chunk.file, chunk.offset, chunk.length, key)
-            if stored.shape != chunk.shape:
-                raise self._invalid(chunk.file, f"{key}: shape {list(stored.shape)}, expected {list(chunk.shape)}")
+            stored = self._stored.get(chunk)
+            if stored is None:
+                stored = find_tensor(fd, self.directory / chunk.file, chunk.offset, chunk.length, key)
+                if stored.shape != chunk.shape:
+                    raise self._invalid(chunk.file, f"{key}: shape {list(stored.shape)}, expected {list(chunk.shape)}")
+                self._stored[chunk] = stored
             rectangles.read(fd, stored, source, view)
         if num_read != out.numel():
             raise self._invalid(METADATA, f"{key}: {out.numel() - num_read:,} of {out.numel():,} elements are missing")

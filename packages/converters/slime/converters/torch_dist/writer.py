@@ -1,7 +1,7 @@
 """Writes a torch_dist checkpoint tensor by tensor: one .distcp file per process, the metadata at the end.
 
     with ChunkFile(directory, 0) as file:           in every process
-        file.add(place, parameter_shape, tensor, start)
+        file.add(place, parameter_shape, tensor, start)     or `reserve`, then `fill` piece by piece
     write_metadata(directory, chunks of all processes)
 
 megatron-core's `dist_checkpointing.load` reads the result at any layout of ranks.
@@ -10,21 +10,23 @@ megatron-core's `dist_checkpointing.load` reads the result at any layout of rank
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import os
 import pickle
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from slime.converters.files import rectangles
 from slime.converters.files.flushing import Flusher
-from slime.converters.files.rectangles import Shape
+from slime.converters.files.rectangles import WRITE_BYTES, Index, Shape, Stored
 from slime.converters.files.safetensors_dir import disk_errors
+from slime.converters.torch_dist.blob import find_tensor
 from slime.converters.torch_dist.description import plain
 from slime.converters.torch_dist.directory import COMMON, CONFIG, METADATA
 from slime.converters.torch_dist.keys import Place, extra_states
@@ -34,17 +36,17 @@ _STATE_FILE = "__extra_state.distcp"
 
 
 class _Whole(io.FileIO):
-    """A file whose `write` always writes its whole argument, because torch.save cannot handle short writes."""
+    """A file whose `write` always writes its whole argument, in parts: torch.save cannot handle short writes."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         position = 0
         while position < len(view):
-            position += super().write(view[position:]) or 0
+            position += super().write(view[position : position + WRITE_BYTES]) or 0
         return len(view)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WrittenChunk:
     """A chunk as the metadata describes it; plain data, since it is sent between processes."""
 
@@ -65,7 +67,7 @@ class ChunkFile:
         self.path = directory / f"__{rank}_0.distcp"
         self.chunks: list[WrittenChunk] = []
         with disk_errors(self.path):
-            self._file = _Whole(self.path, "xb")
+            self._file = _Whole(self.path, "x+b")
         self._flusher = Flusher()
 
     def add(
@@ -75,27 +77,46 @@ class ChunkFile:
 
         aliases: further places that refer to the same bytes.
         """
-        offset = self._file.tell()
-        with disk_errors(self.path):
-            # torch.save writes the whole storage of a view.
-            dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-            torch.save(dense.view([1] * len(place.lead) + list(tensor.shape)), self._file)
-        self._flusher.wrote(self._file.fileno(), self._file.tell() - offset)
+        # torch.save writes the whole storage of a view.
+        dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        self._flusher.wrote(self._file.fileno(), self._save(place, shape, dense, start, aliases).length)
+
+    def reserve(
+        self, place: Place, shape: Shape, size: Shape, dtype: torch.dtype, start: Shape, aliases: Iterable[Place] = ()
+    ) -> Stored:
+        """Leaves room for a part of `size` elements, as `add` saves it, and returns where, for `fill`."""
+        # Memory that is never touched costs nothing.
+        with torch.serialization.skip_data():
+            chunk = self._save(place, shape, torch.empty(size, dtype=dtype), start, aliases)
+        stored = find_tensor(self._file.fileno(), self.path, chunk.offset, chunk.length, place.key)
+        return dataclasses.replace(stored, shape=size)
+
+    def fill(self, stored: Stored, index: Index, tensor: torch.Tensor) -> None:
+        """Writes: `part[index] = tensor`, into a part for which room was left."""
+        rectangles.write(self._file.fileno(), stored, index, tensor)
+        self._flusher.wrote(self._file.fileno(), tensor.nbytes)
+
+    def _save(
+        self, place: Place, shape: Shape, dense: torch.Tensor, start: Shape, aliases: Iterable[Place]
+    ) -> WrittenChunk:
         keys = (place.key, *(alias.key for alias in aliases))
         if any((alias.lead, alias.lead_shape) != (place.lead, place.lead_shape) for alias in aliases):
             raise ValueError(f"{keys}: aliases with other leading dimensions")
-        self.chunks.append(
-            WrittenChunk(
-                keys,
-                tensor.dtype,
-                (*place.lead_shape, *shape),
-                (*place.lead, *start),
-                (*(1 for _ in place.lead), *tensor.shape),
-                self.path.name,
-                offset,
-                self._file.tell() - offset,
-            )
+        offset = self._file.tell()
+        with disk_errors(self.path):
+            torch.save(dense.view([1] * len(place.lead) + list(dense.shape)), self._file)
+        chunk = WrittenChunk(
+            keys,
+            dense.dtype,
+            (*place.lead_shape, *shape),
+            (*place.lead, *start),
+            (*(1 for _ in place.lead), *dense.shape),
+            self.path.name,
+            offset,
+            self._file.tell() - offset,
         )
+        self.chunks.append(chunk)
+        return chunk
 
     def close(self) -> None:
         if not self._file.closed:
