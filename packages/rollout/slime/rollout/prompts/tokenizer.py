@@ -46,15 +46,16 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
     """
     check_directory(hf_checkpoint)
     try:
-        if is_plain(hf_checkpoint):
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader
+        import transformers
+
+        # transformers before 5 has no class of this name, and imports torch for every tokenizer.
+        plain = is_plain(hf_checkpoint) and hasattr(transformers, "TokenizersBackend")
+        loader: Any = transformers.TokenizersBackend if plain else transformers.AutoTokenizer
     except ModuleNotFoundError as error:
         raise _no_transformers(hf_checkpoint) from error
 
     try:
-        return Loader.from_pretrained(hf_checkpoint)
+        return loader.from_pretrained(hf_checkpoint)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidFile(
             f"--hf-checkpoint {hf_checkpoint}: its tokenizer cannot be loaded: {error}",
@@ -64,10 +65,10 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
 
 
 def is_plain(hf_checkpoint: str) -> bool:
-    """Returns True if AutoTokenizer would take the class that reads tokenizer.json as it is.
+    """Returns True if AutoTokenizer of transformers 5 would take the class that reads tokenizer.json as it is.
 
-    AutoTokenizer imports torch to find that out, and half of transformers with it: a quarter of the processor time that
-    a run takes to start.
+    It imports torch to find that out, and half of transformers with it: a quarter of the processor time that a run
+    takes to start. Other faults of config.json than these are left to those who load the model.
     """
     directory = Path(hf_checkpoint)
     files = directory / "config.json", directory / "tokenizer_config.json"
