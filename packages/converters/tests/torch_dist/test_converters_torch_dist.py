@@ -112,6 +112,20 @@ def test_any_rectangle_is_written_to_its_place(data: st.DataObject, tmp_path_fac
     assert torch.equal(out, whole)
 
 
+def test_room_that_is_not_filled_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="6 reserved elements were not filled"):
+        with ChunkFile(tmp_path, 0) as file:
+            stored = file.reserve(Place("x"), (4, 2), (4, 2), torch.float32, (0, 0))
+            file.fill(stored, (slice(0, 1), slice(0, 2)), torch.ones(1, 2))
+
+
+def test_a_tensor_without_elements_is_kept(tmp_path: Path) -> None:
+    with ChunkFile(tmp_path, 0) as file:
+        file.reserve(Place("x"), (4, 0), (4, 0), torch.bfloat16, (0, 0))
+    write_metadata(tmp_path, file.chunks)
+    assert TorchDist(tmp_path).load("x").shape == (4, 0)
+
+
 def test_parts_must_make_up_the_tensor(tmp_path: Path) -> None:
     with ChunkFile(tmp_path, 0) as file:
         file.add(Place("x"), (4, 2), torch.zeros(2, 2), (0, 0))

@@ -25,7 +25,7 @@ Index = tuple[slice, ...]
 BUFFER_BYTES = 16 << 20
 # Most bytes of one write. For a larger one Linux caches the file in huge pages, and a virtual machine may have to get
 # each of them from its host, cleared: six times the time where the host takes back what is free.
-WRITE_BYTES = 256 << 10
+WRITE_BYTES = 64 << 10
 # Most bytes of a tensor that are held while it is copied between files: those that a processor's cache still has when
 # they are written.
 PIECE_BYTES = 4 << 20

@@ -61,6 +61,8 @@ class _Tensor:
 
     @property
     def is_dense(self) -> bool:
+        if 0 in self.shape:
+            return True
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:

@@ -69,6 +69,7 @@ class ChunkFile:
         with disk_errors(self.path):
             self._file = _Whole(self.path, "x+b")
         self._flusher = Flusher()
+        self._unfilled = 0
 
     def add(
         self, place: Place, shape: Shape, tensor: torch.Tensor, start: Shape, aliases: Iterable[Place] = ()
@@ -84,16 +85,21 @@ class ChunkFile:
     def reserve(
         self, place: Place, shape: Shape, size: Shape, dtype: torch.dtype, start: Shape, aliases: Iterable[Place] = ()
     ) -> Stored:
-        """Leaves room for a part of `size` elements, as `add` saves it, and returns where, for `fill`."""
+        """Leaves room for a part of `size` elements, as `add` saves it, and returns where, for `fill`.
+
+        All of it must be filled before the file is closed. The checksum is left out; torch.load does not look at it.
+        """
         # Memory that is never touched costs nothing.
         with torch.serialization.skip_data():
             chunk = self._save(place, shape, torch.empty(size, dtype=dtype), start, aliases)
         stored = find_tensor(self._file.fileno(), self.path, chunk.offset, chunk.length, place.key)
+        self._unfilled += torch.Size(size).numel()
         return dataclasses.replace(stored, shape=size)
 
     def fill(self, stored: Stored, index: Index, tensor: torch.Tensor) -> None:
         """Writes: `part[index] = tensor`, into a part for which room was left."""
         rectangles.write(self._file.fileno(), stored, index, tensor)
+        self._unfilled -= tensor.numel()
         self._flusher.wrote(self._file.fileno(), tensor.nbytes)
 
     def _save(
@@ -121,6 +127,8 @@ class ChunkFile:
     def close(self) -> None:
         if not self._file.closed:
             try:
+                if self._unfilled:
+                    raise ValueError(f"{self.path}: {self._unfilled:,} reserved elements were not filled")
                 with disk_errors(self.path):
                     self._flusher.finish(self._file.fileno())
             finally:
