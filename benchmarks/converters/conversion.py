@@ -16,7 +16,8 @@ process of its own. What is compared:
               should agree. The cache of the file system is not counted.
 
 A virtual machine may get the memory of its host at first touch, and give it back once it is free: writing a file into
-such pages took 5 times as long here as writing one into others. So each process touches memory for two copies first.
+such pages took 5 times as long here as writing one into others. So each process first writes a file as large as its
+target, and deletes it.
 
 Required: at most 1.3 of the memory, at least 0.5 of the speed; of CPU time, at most 2 is the goal. Four times the size
 of the model must be free in `--directory`; all of it is deleted at the end.
@@ -27,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import mmap
 import os
 import shutil
 import subprocess
@@ -160,7 +160,7 @@ def child(name: str, workers: int, source: Path, target: Path) -> dict[str, Any]
 def measure(name: str, workers: str, source: str, target: str) -> dict[str, float]:
     """Seconds of one conversion, and bytes of memory above what the process had before it."""
     work = job(name, int(workers), Path(source), Path(target))
-    touch(2 * sum(path.stat().st_size for path in Path(source).iterdir()))
+    touch(Path(target).parent, sum(path.stat().st_size for path in Path(source).rglob("*")))
     before = {key: status(key) for key in ("RssAnon", "VmRSS")}
     # The maximum since the process began is from its imports; from here on it is the conversion's.
     Path("/proc/self/clear_refs").write_text("5")
@@ -186,11 +186,12 @@ def measure(name: str, workers: str, source: str, target: str) -> dict[str, floa
     }
 
 
-def touch(size: int) -> None:
-    """Writes to every page of `size` bytes of new memory, and frees it."""
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        for start in range(0, size, mmap.PAGESIZE):
-            memory[start] = 1
+def touch(directory: Path, size: int) -> None:
+    """Writes a file of `size` bytes and deletes it, so that memory for another is at hand."""
+    block = bytes(1 << 20)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        for _ in range(-(-size // len(block))):
+            file.write(block)
 
 
 def cpu_seconds() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_any_rectangle_is_written_to_its_place(data: st.DataObject, tmp_path_fac
         out = torch.empty(shape)
         rectangles.read(file.fileno(), stored, rectangles.whole(shape), out)
     assert torch.equal(out, whole)
+
+
+def test_writes_end_at_multiples_of_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rectangles, "WRITE_BYTES", 64)
+    pwrite, ends = os.pwrite, []
+
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        ends.append(offset + len(data))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    stored = Stored(tmp_path / "x", 40, torch.float32, (50,))
+    with stored.file.open("w+b") as file:
+        rectangles.write(file.fileno(), stored, (slice(0, 50),), torch.arange(50.0))
+    assert ends == [64, 128, 192, 240]
+    assert torch.frombuffer(stored.file.read_bytes(), dtype=torch.float32, offset=40).tolist() == list(range(50))
 
 
 def test_room_that_is_not_filled_is_an_error(tmp_path: Path) -> None:

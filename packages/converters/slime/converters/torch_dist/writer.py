@@ -24,7 +24,7 @@ import torch
 
 from slime.converters.files import rectangles
 from slime.converters.files.flushing import Flusher
-from slime.converters.files.rectangles import WRITE_BYTES, Index, Shape, Stored
+from slime.converters.files.rectangles import Index, Shape, Stored
 from slime.converters.files.safetensors_dir import disk_errors
 from slime.converters.torch_dist.blob import find_tensor
 from slime.converters.torch_dist.description import plain
@@ -40,9 +40,10 @@ class _Whole(io.FileIO):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        position = 0
+        position, offset = 0, self.tell()
         while position < len(view):
-            position += super().write(view[position : position + WRITE_BYTES]) or 0
+            end = position + rectangles.room(offset + position)
+            position += super().write(view[position:end]) or 0
         return len(view)
 
 

@@ -90,7 +90,7 @@ def smollm2_recipe(options: Options) -> list[str]:
         "--apply-chat-template", "--eval-prompt-data", "arithmetic", str(held_out),
         "--rm-type", "integer",
         "--num-rollout", str(options.steps(8)), "--rollout-batch-size", "6", "--n-samples-per-prompt", "8",
-        # At a constant rate that learns as fast, the last updates move some seeds back by a third.
+        # At a constant rate of 2.5e-5 to 4e-5 the last updates left one seed of three at 0.64.
         "--rollout-max-response-len", "10", "--lr", "3.5e-5", "--lr-decay-style", "linear", *fast_dtype(),
     ]  # fmt: skip
 
