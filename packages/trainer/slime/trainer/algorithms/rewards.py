@@ -38,21 +38,41 @@ def normalize_rewards(
     """
     if baseline is None:
         return list(rewards)
-    groups: dict[Hashable, dict[Hashable, list[float]]] = {}
-    for reward, group, rollout in zip(rewards, group_indexes, rollout_ids, strict=True):
-        groups.setdefault(group, {}).setdefault(rollout, []).append(reward)
-    baselines: dict[Hashable, dict[Hashable, float]] = {}
-    deviations: dict[Hashable, float | None] = {}
-    averages = {group: [mean(samples) for samples in trajectories.values()] for group, trajectories in groups.items()}
-    every = _deviation([value for values in averages.values() for value in values]) if over_iteration else None
-    for group, trajectories in groups.items():
-        baselines[group] = dict(zip(trajectories, baseline(averages[group]), strict=True))
-        deviations[group] = None if not scale else every if over_iteration else _deviation(averages[group])
-    normalized = []
-    for reward, group, rollout in zip(rewards, group_indexes, rollout_ids, strict=True):
-        centred, deviation = reward - baselines[group][rollout], deviations[group]
-        normalized.append(centred if deviation is None else centred / (deviation + STD_EPSILON))
+    groups: dict[Hashable, list[int]] = {}
+    for position, (group, *_) in enumerate(zip(group_indexes, rollout_ids, rewards, strict=True)):
+        groups.setdefault(group, []).append(position)
+    # (positions, for each of them the number of its trajectory, means of the trajectories)
+    found = []
+    for positions in groups.values():
+        numbers = _numbered([rollout_ids[position] for position in positions])
+        found.append((positions, numbers, _means([rewards[position] for position in positions], numbers)))
+    every = _deviation([value for *_, values in found for value in values]) if over_iteration else None
+    normalized = [0.0] * len(rewards)
+    for positions, numbers, values in found:
+        baselines = baseline(values)
+        deviation = None if not scale else every if over_iteration else _deviation(values)
+        divisor = 1.0 if deviation is None else deviation + STD_EPSILON
+        for position, number in zip(positions, numbers, strict=True):
+            normalized[position] = (rewards[position] - baselines[number]) / divisor
     return normalized
+
+
+def _numbered(keys: Sequence[Hashable]) -> Sequence[int]:
+    """Returns for each key its number, in order of first occurrence."""
+    if len(set(keys)) == len(keys):
+        return range(len(keys))
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _means(rewards: list[float], numbers: Sequence[int]) -> list[float]:
+    """Returns the mean reward of each trajectory."""
+    if isinstance(numbers, range):
+        return rewards
+    trajectories: dict[int, list[float]] = {}
+    for reward, number in zip(rewards, numbers, strict=True):
+        trajectories.setdefault(number, []).append(reward)
+    return [mean(samples) for samples in trajectories.values()]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -50,7 +50,8 @@ class SealedStep(Sequence[SampleSummary]):
     def __init__(
         self, messages: Sequence[buffer_pb2.SampleSummary], metrics: dict[str, float], rejected: dict[str, int]
     ) -> None:
-        self._messages = messages
+        # A container of messages makes each of them anew for every pass.
+        self._messages = list(messages)
         self._summaries: list[SampleSummary] | None = None
         self.metrics = metrics
         self.rejected = rejected
