@@ -26,8 +26,9 @@ steps that are measured.
 reserved: GiB that the process had of the GPU; above: of them, more than between steps. missed: compiled graphs that the
 cache of an earlier process did not have, all steps included.
 
-All in one process, in turns, `--repeats` times after warming up; with torchrun on several ranks, each with `--samples`:
-the first step's loss and gradient norm are those of one rank with `--lots 2`.
+All in one process, one after the other, `--repeats` times after warming up; small differences need both orders of
+`--lengths`. With torchrun on several ranks, each with `--samples`: the first step's loss and gradient norm are those of
+one rank with `--lots 2`.
 MFU counts 6 x parameters (without the input
 embedding) x tokens plus causal attention, over the rate of a large bf16 matrix product measured before.
 """
