@@ -94,7 +94,7 @@ def read_engine(result: Any) -> tuple[Ratios, dict[str, float]]:
 
 TABLE = {
     "codec": Benchmark("types/codec.py", ["--json"], read_codec),
-    "conversion": Benchmark("converters/conversion.py", ["--json", "--gib", "0.5", "--repeats", "2"], read_conversion),
+    "conversion": Benchmark("converters/conversion.py", ["--json", "--gib", "0.5", "--repeats", "5"], read_conversion),
     "transport": Benchmark("launcher/data_transport.py", ["--json", "--samples", "64"], read_transport),
     "buffer": Benchmark(
         "buffer/peers.py", ["--json", "--groups", "256", "--repeats", "3", "--tokens", "1024"], read_buffer
