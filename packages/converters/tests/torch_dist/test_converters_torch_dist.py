@@ -129,6 +129,26 @@ def test_writes_end_at_multiples_of_their_size(tmp_path: Path, monkeypatch: pyte
     assert torch.frombuffer(stored.file.read_bytes(), dtype=torch.float32, offset=40).tolist() == list(range(50))
 
 
+def test_a_part_that_is_saved_whole_is_written_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rectangles, "WRITE_BYTES", 64)
+    write, crossed, sizes = os.write, [], []
+
+    def spy(fd: int, data: memoryview) -> int:
+        start = os.lseek(fd, 0, os.SEEK_CUR)
+        crossed.append(start // 64 != (start + len(data) - 1) // 64)
+        sizes.append(len(data))
+        return write(fd, data)
+
+    tensor = torch.arange(200.0).view(50, 4)
+    with ChunkFile(tmp_path, 0) as file:
+        monkeypatch.setattr(os, "write", spy)
+        file.add(Place("x"), (50, 4), tensor, (0, 0))
+        monkeypatch.setattr(os, "write", write)
+    assert sum(sizes) > tensor.nbytes and not any(crossed)
+    write_metadata(tmp_path, file.chunks)
+    assert torch.equal(TorchDist(tmp_path).load("x"), tensor)
+
+
 def test_room_that_is_not_filled_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="6 reserved elements were not filled"):
         with ChunkFile(tmp_path, 0) as file:

@@ -23,9 +23,9 @@ Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 
 BUFFER_BYTES = 16 << 20
-# Most bytes of one write, which ends at a multiple of them in the file. Linux caches what one write brings in as few
-# blocks of memory as fit: in many small ones where it begins in the middle of one, which costs a third of the time, and
-# in huge ones if it is large, which took up to five times as long in a virtual machine whose host takes memory back.
+# Most bytes of one write, which ends at a multiple of them in the file: from other places writes of 128 KiB took a
+# seventh longer, and those of 64 KiB a third. Larger ones are slower where a virtual machine gets memory from its host
+# at first touch, those of 64 MiB up to five times.
 WRITE_BYTES = 128 << 10
 # Most bytes of a tensor that are held while it is copied between files: those that a processor's cache still has when
 # they are written.

@@ -43,7 +43,7 @@ class _Whole(io.FileIO):
         position, offset = 0, self.tell()
         while position < len(view):
             end = position + rectangles.room(offset + position)
-            position += super().write(view[position:end]) or 0
+            position += os.write(self.fileno(), view[position:end])
         return len(view)
 
 

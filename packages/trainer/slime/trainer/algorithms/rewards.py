@@ -67,7 +67,8 @@ def _numbered(keys: Sequence[Hashable]) -> Sequence[int]:
 
 def _means(rewards: list[float], numbers: Sequence[int]) -> list[float]:
     """Returns the mean reward of each trajectory."""
-    if isinstance(numbers, range):
+    # Mostly each sample is a trajectory of its own.
+    if numbers == range(len(rewards)):
         return rewards
     trajectories: dict[int, list[float]] = {}
     for reward, number in zip(rewards, numbers, strict=True):
