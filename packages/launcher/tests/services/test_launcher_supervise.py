@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from slime.launcher.platform.ray_cluster import ray_cluster
+from slime.launcher.services.actors import AddressOf
 from slime.launcher.services.supervisor import ServiceDied, Supervisor
-from slime.types.errors import EngineError, InvalidField
+from slime.types.errors import EngineError, InvalidField, Unavailable
 from slime.types.rpc import RpcSettings
 
 SERVICE = """
@@ -45,6 +47,12 @@ SERVICE = """
     def serve(settings, rpc, **options):
         if settings == "bad":
             raise InvalidField("settings", settings, "good")
+        if callable(peer := options.get("peer")):
+            print("loaded", flush=True)
+            print("knows", peer(), flush=True)
+        if wanted := options.get("after"):
+            while not (os.path.exists(wanted) and "loaded" in open(wanted).read()):
+                time.sleep(0.05)
         print("ready to serve", flush=True)
         running = Running()
         running.sign = options.get("sign")
@@ -99,6 +107,44 @@ def test_collections_of_a_service_skip_what_was_there_when_it_began_to_serve(
     spared = re.search(r"^(\d+) objects are spared$", (supervisor.log_dir / "one.log").read_text(), re.MULTILINE)
     # Ray alone makes more.
     assert spared is not None and int(spared[1]) > 10_000
+
+
+def test_a_service_that_loads_waits_for_the_address_of_one_that_starts_meanwhile(
+    supervisor: Supervisor, service: str
+) -> None:
+    engine, trainer = supervisor.spawn("engine", {"num_cpus": 0}), supervisor.spawn("trainer", {"num_cpus": 0})
+    log = supervisor.log_dir / "trainer.log"
+    waits = AddressOf(engine.actor.address.remote())
+    # Ends only if both start at once: the engine serves when the trainer has loaded, and the trainer after the engine.
+    address, _ = supervisor.call_once(
+        [
+            partial(supervisor.start, engine, service, "good", RpcSettings(), after=str(log)),
+            partial(supervisor.start, trainer, service, "good", RpcSettings(), peer=waits),
+        ]
+    )
+    assert log.read_text().splitlines()[-3:] == ["loaded", f"knows {address}", "ready to serve"]
+
+
+def test_the_death_of_a_service_that_another_waits_for_is_named(supervisor: Supervisor, service: str) -> None:
+    engine, trainer = supervisor.spawn("engine", {"num_cpus": 0}), supervisor.spawn("trainer", {"num_cpus": 0})
+    victim = supervisor.get(engine, engine.actor.pid.remote())
+    waits = AddressOf(engine.actor.address.remote())
+    supervisor.begin(partial(_kill_when_loaded, supervisor.log_dir / "trainer.log", victim))
+    with pytest.raises(ServiceDied, match="engine died"):
+        supervisor.call_once(
+            [
+                partial(supervisor.start, engine, service, "good", RpcSettings(), after=str(supervisor.log_dir / "no")),
+                partial(supervisor.start, trainer, service, "good", RpcSettings(), peer=waits),
+            ]
+        )
+    with pytest.raises(Unavailable, match="ended while it started"):
+        waits()
+
+
+def _kill_when_loaded(log: Path, victim: int) -> None:
+    while not (log.exists() and "loaded" in log.read_text().splitlines()):
+        time.sleep(0.05)
+    os.kill(victim, signal.SIGKILL)
 
 
 def test_what_a_service_raises_is_raised_here(supervisor: Supervisor, service: str) -> None:

@@ -226,7 +226,7 @@ def serve(
     world_size: int,
     master_address: str,
     buffer_address: str,
-    rollout_address: str | None,
+    rollout_address: str | Callable[[], str] | None,
     extra_args: dict[str, Any] | None = None,
     megatron: dict[str, Any] | None = None,
     blobs: BlobReader | None = None,
@@ -234,7 +234,8 @@ def serve(
 ) -> RunningService:
     """Loads the model on this rank and serves. Blocks until all ranks have joined at `master_address` ("host:port").
 
-    rollout_address: None without engines to push weights to.
+    rollout_address: a function is called once the model is loaded, and may wait for a service that starts meanwhile;
+    None without engines to push weights to.
     extra_args: more names for the `args` of plug-ins. megatron: explicitly set arguments of Megatron, by attribute.
     blobs: the store through which the buffer may hand over large tensors.
     write_below: directories in which calls may save checkpoints and models.
@@ -248,7 +249,10 @@ def serve(
     stack.callback(worker.stop)
     try:
         buffer = stack.enter_context(BufferClient(buffer_address, settings=rpc, blobs=blobs))
-        rollout = stack.enter_context(RolloutClient(rollout_address, settings=rpc)) if rollout_address else None
+
+        def connect() -> RolloutClient | None:
+            address = rollout_address() if callable(rollout_address) else rollout_address
+            return stack.enter_context(RolloutClient(address, settings=rpc)) if address else None
 
         def load() -> Any:
             # Imported here because it takes seconds, and because torch must be used on one thread from the start.
@@ -260,7 +264,7 @@ def serve(
             minutes, backend = settings.distributed_timeout_minutes, settings.distributed_backend
             ranks = Ranks(rank, world_size, master_address, minutes, device, backend)
             stack.callback(ranks.close)
-            trainer = Trainer(settings, ranks, buffer, rollout, extra_args, megatron)
+            trainer = Trainer(settings, ranks, buffer, connect, extra_args, megatron)
             stack.callback(trainer.close)
             return trainer
 

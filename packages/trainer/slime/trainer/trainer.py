@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,19 @@ class Trainer:
         settings: TrainerSettings,
         ranks: Ranks,
         buffer: BufferClient,
-        rollout: RolloutClient | None,
+        connect: Callable[[], RolloutClient | None],
         extra_args: dict[str, Any] | None = None,
         megatron: Mapping[str, Any] | None = None,
     ) -> None:
-        """megatron: the explicitly set arguments of Megatron, by attribute name; for that backend."""
+        """connect: returns the client of the rollout service, or None for a trainer that updates no engines. It is
+        called once the model is loaded, so that engines may start meanwhile. megatron: the explicitly set arguments of
+        Megatron, by attribute name; for that backend."""
         device = pick_device(ranks.rank)
         self.settings = settings = settings.on(device.type)
         if ranks.rank == 0 and settings.bf16:
             warn_of_emulated_bfloat16(device)
         self.ranks = ranks
         self.buffer = buffer
-        self.rollout = rollout
         self._args = flat_args(settings, extra_args)
         check_template(settings.save_debug_train_data, ranks.world_size)
         self._memory_record = MemoryRecord(settings, self._args, ranks.rank)
@@ -84,6 +85,7 @@ class Trainer:
             before_passes=lambda: self._memory.fetch(), before_update=lambda: self._memory.arrive(),
         )  # fmt: skip
         self._planner = Planner(settings, feeds_all=self.backend.needs_every_sample)
+        self.rollout = rollout = connect()
         self._weight_sender = (
             None if rollout is None else WeightSender(settings, ranks, self.backend, rollout, self._source, self._args)
         )

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_fsdp(model: str, tmp_path: Path,
     load = str(path if inner else root)
     assert checkpoint.read_state(load, "megatron").step == 4
     with pytest.raises(InvalidFile, match=f"--load: {load} holds a torch_dist checkpoint.*slime-convert to-hf"):
-        Trainer(make_settings(model, load=load), alone(), BufferClient("127.0.0.1:1"), None)
+        Trainer(make_settings(model, load=load), alone(), BufferClient("127.0.0.1:1"), lambda: None)
 
 
 def test_what_cannot_be_resumed_is_named(model: str, tmp_path: Path):

@@ -78,7 +78,8 @@ class StandInRollout:
 class Stack:
     def __init__(self, model: str, *, write_below: Sequence[str] = ("/",), **settings: Any) -> None:
         self.buffer, self.rollout, self.worker = StandInBuffer(), StandInRollout(), Worker("trainer")
-        make = lambda: Trainer(make_settings(model, **settings), alone(), self.buffer, self.rollout)  # noqa: E731
+        connect = lambda: self.rollout  # noqa: E731
+        make = lambda: Trainer(make_settings(model, **settings), alone(), self.buffer, connect)  # noqa: E731
         self.trainer = self.worker.run("loading", make, 60)
         service = TrainerService(self.trainer, self.worker, write_below)
         add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server

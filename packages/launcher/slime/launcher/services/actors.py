@@ -18,7 +18,7 @@ from slime.launcher.blob_stores.base import KeptWriter
 from slime.launcher.services.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
-from slime.types.errors import WrongState
+from slime.types.errors import Unavailable, WrongState
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.garbage import spare_long_lived
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
@@ -37,6 +37,7 @@ class ServiceActor:
         self.host = host
         self._identity = Identity()
         self._service: Any = None
+        self._serves = threading.Event()
         self._blobs: KeptWriter | None = None
         # Two threads that import the same modules may see a module that is only half executed.
         self._importing = threading.Lock()
@@ -95,6 +96,12 @@ class ServiceActor:
             serve = import_module(module).serve
         self._service = serve(settings, rpc, **options)
         spare_long_lived()
+        self._serves.set()
+        return self._service.address
+
+    def address(self) -> str:
+        """Waits until the service is started; returns "host:port"."""
+        self._serves.wait()
         return self._service.address
 
     def find_blobs(self, wanted: list[bytes]) -> Any:
@@ -125,6 +132,24 @@ class ServiceActor:
     def watch(self) -> None:
         """Never returns; the call ends only when the process dies."""
         threading.Event().wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class AddressOf:
+    """Waits for a service that starts beside the one that calls this; returns its "host:port".
+
+    reference: Ray's, to the answer of `ServiceActor.address`. Raises Unavailable.
+    """
+
+    reference: Any
+
+    def __call__(self) -> str:
+        import ray
+
+        try:
+            return str(ray.get(self.reference))
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"a service ended while it started: {error}") from None
 
 
 def interface_of(host: str) -> str | None:

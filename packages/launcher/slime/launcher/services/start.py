@@ -29,6 +29,7 @@ from slime.launcher.placement.plan import (
 from slime.launcher.plan.parameter_counts import adapters_in_words, of_adapters
 from slime.launcher.run_directory.checkpoints import PLACE_FILE, continued_step
 from slime.launcher.run_directory.writable import saved_below
+from slime.launcher.services.actors import AddressOf
 from slime.launcher.services.processes import Process
 from slime.launcher.services.supervisor import Supervisor
 from slime.rollout.engines.base import HostedEngine
@@ -126,7 +127,7 @@ class _Start:
         trainer_options = placement.trainer | {"runtime_env": {"env_vars": environment}}
         trainers = [supervisor.spawn(f"trainer-{rank}", trainer_options) for rank in range(placement.trainer_ranks)]
         for trainer in trainers:
-            # Trainers start last, because they call the others; their imports take as long as the engines' start.
+            # On GPUs that they share, trainers start after the engines, whose start takes as long as these imports.
             trainer.actor.preload.remote("slime.trainer.service", config.trainer.train_backend)
         hosts: list[Process] = []
         rollout = None
@@ -148,13 +149,17 @@ class _Start:
         self._count_rollouts(started.buffer)
         if rollout is not None and trainers:
             started.notes += self._notes_on_prompts(started.buffer, prompts.data_place)
-        if rollout is not None:
-            engines = self._start_engines(hosts) if hosts or not config.has_engines else None
-            started.rollout = self._start_rollout(rollout, engines, buffer_address)
-        if trainers:
-            self._start_trainers(trainers, started, self._blob_reader(buffer, rpc))
+        blob_reader = self._blob_reader(buffer, rpc) if trainers else None
+        steps = [
+            partial(self._start_rollout, rollout, hosts, started),
+            partial(self._start_trainers, trainers, rollout, started, blob_reader),
+        ]
+        if placement.shares_gpus:
+            # Engines take a part of the memory that they find free.
+            for step in steps:
+                step()
         else:
-            started.first_step = settings.start_rollout_id or 0
+            supervisor.call_once(steps)
         return started
 
     def _buffer_settings(self, *, generates: bool, trains: bool) -> BufferSettings:
@@ -254,27 +259,36 @@ class _Start:
         each = supervisor.call_all([partial(supervisor.get, host, host.actor.engines.remote()) for host in hosts])
         return [engine for engines in each for engine in engines]
 
-    def _start_rollout(
-        self, rollout: Process, engines: list[HostedEngine] | None, buffer_address: str
-    ) -> RolloutClient:
-        """Starts the rollout service. engines: None if it starts its own."""
+    def _start_rollout(self, rollout: Process | None, hosts: list[Process], started: StartedServices) -> None:
+        """Starts the rollout service, after the engines of `hosts`; without any it starts its own."""
+        if rollout is None:
+            return
         config, supervisor = self.config, self.supervisor
+        engines = self._start_engines(hosts) if hosts or not config.has_engines else None
         address = supervisor.start(
             rollout,
             "slime.rollout.service",
             _listening_at(rollout, config.rollout),
             self.rpc,
-            buffer_address=buffer_address,
+            buffer_address=started.buffer.address,
             extra_args=config.flat,
             engines=engines,
             worker_id=WORKER,
             engines_file=self.engines_file,
         )
-        return RolloutClient(address, settings=self._client_settings())
+        started.rollout = RolloutClient(address, settings=self._client_settings())
 
-    def _start_trainers(self, trainers: list[Process], started: StartedServices, blobs: KeeperReader | None) -> None:
+    def _start_trainers(
+        self, trainers: list[Process], rollout: Process | None, started: StartedServices, blobs: KeeperReader | None
+    ) -> None:
         """Starts the trainer ranks, and takes the run's first step from the first of them."""
         config, supervisor = self.config, self.supervisor
+        if not trainers:
+            started.first_step = config.launcher.start_rollout_id or 0
+            return
+        engines = None
+        if rollout is not None and config.has_engines:
+            engines = AddressOf(rollout.actor.address.remote())
         one_node = {trainer.host for trainer in trainers} == {ServiceNode.host}
         if one_node:
             master = supervisor.meeting_file()
@@ -290,7 +304,7 @@ class _Start:
             world_size=len(trainers),
             master_address=master,
             buffer_address=started.buffer.address,
-            rollout_address=started.rollout.address if started.rollout is not None and config.has_engines else None,
+            rollout_address=engines,
             extra_args=config.flat,
             megatron=given(config.megatron),
             blobs=blobs,

@@ -77,7 +77,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._noting = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=MOST_CALLS, thread_name_prefix="call")
-        self._calls: list[Future[Any]] = []
+        self._calls: set[Future[Any]] = set()
         self._meeting: ScratchDirectory | None = None
 
     def spawn(self, name: str, options: dict[str, Any]) -> Process:
@@ -129,12 +129,10 @@ class Supervisor:
     ) -> list[str]:
         """Starts `module.serve` in all processes at once, each with its own settings and options; returns addresses."""
 
-        def start(process: Process, settings: Any, options: dict[str, Any]) -> str:
-            process.start = Start(module, settings, rpc, options)
-            return self._start(process, process.start)
-
-        each = zip(processes, settings, options, strict=True)
-        return self.call_once([partial(start, *arguments) for arguments in each])
+        starts = [Start(module, *each) for each in zip(settings, [rpc] * len(settings), options, strict=True)]
+        for process, start in zip(processes, starts, strict=True):
+            process.start = start
+        return self.call_once([partial(self._start, *each) for each in zip(processes, starts, strict=True)])
 
     def _start(self, process: Process, start: Start) -> str:
         grant = self.authority.grant(self.get(process, process.actor.public_key.remote()), process.host)
@@ -268,7 +266,8 @@ class Supervisor:
     def call_once(self, functions: Sequence[Callable[[], T]], *, without: Sequence[Process] = ()) -> list[T]:
         """Runs `functions` at the same time, and repeats none. Raises ServiceDied if one of the processes `without`
         which they cannot end is lost: while lost services are started again, nobody else looks for losses."""
-        self._calls = futures = [self._pool.submit(function) for function in functions]
+        futures = [self._pool.submit(function) for function in functions]
+        self._calls = {call for call in self._calls if not call.done()}.union(futures)
         return self._results(futures, without)
 
     def _results(self, futures: list[Future[T]], without: Sequence[Process] = ()) -> list[T]:
