@@ -19,6 +19,7 @@ from slime.rollout.engines.embedded.kind import Embedded
 from slime.rollout.engines.embedded.options import EmbeddedOptions
 from slime.rollout.engines.keys import take_key
 from slime.types.errors import ConfigError, InvalidSetting, NotAvailable, PortInUse, SlimeError
+from slime.types.rpc.garbage import spare_long_lived
 from slime.types.settings import parse
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def _serve_model(options: EmbeddedOptions, listener: socket.socket, api_key: str
     loaded = load(options)
     scheduler = Scheduler(loaded, options)
     server = EngineServer(loaded, scheduler, options, api_key)
+    spare_long_lived()
     asyncio.run(_serve_until_signal(server, options, listener))
 
 
