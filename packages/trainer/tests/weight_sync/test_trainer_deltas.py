@@ -128,7 +128,7 @@ def test_no_thread_changes_the_snapshot_when_an_update_has_failed() -> None:
 
 
 class SlowEngine:
-    """Answers 200 to a bucket once `go` is set, and counts its answers."""
+    """Answers 200 to a bucket that is sent once `go` is set, and counts these answers; reads no files."""
 
     def __init__(self) -> None:
         self.go, self.arrived, self.answers = threading.Event(), threading.Event(), 0
@@ -137,10 +137,12 @@ class SlowEngine:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
-                outer.arrived.set()
-                outer.go.wait(20)
-                outer.answers += 1
-                self.send_response(200)
+                sent = "file=" not in self.path
+                if sent:
+                    outer.arrived.set()
+                    outer.go.wait(20)
+                    outer.answers += 1
+                self.send_response(200 if sent else 400)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 

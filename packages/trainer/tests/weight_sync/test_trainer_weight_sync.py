@@ -29,23 +29,32 @@ TRANSPORTS = {"embedded": ("tensor", "disk"), "sglang": ("nccl", "disk")}
 
 
 class StandInEngine:
-    """Collects what is posted; answers with `status` and `answer`, or not at all before `silent` is set."""
+    """Collects what is posted; answers with `status` and `answer`, or not at all before `silent` is set. Buckets in
+    files are collected as those that were sent, save empty ones, or refused unless `reads_files`."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], str, bytes]] = []
         self.status, self.answer = 200, {"success": True}
         self.silent: threading.Event | None = None
+        self.reads_files = True
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 url = urlsplit(self.path)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.requests.append((url.path, dict(parse_qsl(url.query)), self.headers["Content-Type"], body))
+                query = dict(parse_qsl(url.query))
+                status, answer = outer.status, outer.answer
+                if (file := query.get("file")) and not body and outer.reads_files:
+                    body = Path(file).read_bytes()
+                if file and not outer.reads_files:
+                    status, answer = 400, {"error": "the body is empty"}
+                elif not file or load(body):
+                    outer.requests.append((url.path, query, self.headers["Content-Type"], body))
                 if outer.silent is not None:
                     outer.silent.wait(30)
-                data = json.dumps(outer.answer).encode()
-                self.send_response(outer.status)
+                data = json.dumps(answer).encode()
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -130,11 +139,20 @@ def test_buckets_hold_every_tensor_once():
     assert [last for _, last in buckets(iter(()), 20)] == [True]
 
 
-def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engines: list[StandInEngine]):
+@pytest.mark.parametrize("by", ["files", "bodies"])
+def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engines: list[StandInEngine], by: str):
+    """Bodies are sent to all engines where one of them does not read files."""
     backend = Runner(make_settings(tied_model)).backend
     rollout = StandInRollout([e.describe(f"engine-{i}") for i, e in enumerate(engines)])
-    sent = push(rollout, TensorTransport(8_000, 10), 7, as_dtype(backend.named_weights(), torch.bfloat16), 10)
-    assert rollout.calls == [("begin", 7), ("commit", 7)]
+    engines[1].reads_files = by == "files"
+    transport = TensorTransport(8_000, 10)
+    for version in (6, 7):
+        for engine in engines:
+            engine.requests.clear()
+        sent = push(rollout, transport, version, as_dtype(backend.named_weights(), torch.bfloat16), 10)
+    transport.close()
+    assert rollout.calls[-2:] == [("begin", 7), ("commit", 7)]
+    assert all(("file" in query) == (by == "files") for engine in engines for _, query, _, _ in engine.requests)
     expected = dict(backend.policy.named_parameters())
     for engine in engines:
         got: dict[str, torch.Tensor] = {}
@@ -206,7 +224,7 @@ def test_an_engine_that_is_gone_or_silent(model: str, engines: list[StandInEngin
             backend.named_weights(),
             10,
         )
-    assert len(engines[0].requests) == 1
+    assert engines[0].requests == []
 
 
 def test_safetensors_are_not_sent_to_sglang(model: str, engines: list[StandInEngine]):

@@ -75,7 +75,7 @@ def places(directory: Path, files: Mapping[str, list[HfTensor]]) -> dict[str, St
     """Returns the place of each tensor once `create` has made the files."""
     place_of = {}
     for name, tensors in files.items():
-        offset = len(_header(tensors))
+        offset = len(file_header(tensors))
         for tensor in _in_order(tensors):
             place_of[tensor.name] = Stored(directory / name, offset, tensor.dtype, tensor.shape)
             offset += tensor.num_bytes
@@ -85,7 +85,7 @@ def places(directory: Path, files: Mapping[str, list[HfTensor]]) -> dict[str, St
 def create(directory: Path, files: Mapping[str, list[HfTensor]]) -> None:
     """Writes headers, room for the tensors, and the index of several files. Raises OutOfSpace."""
     for name, tensors in files.items():
-        header = _header(tensors)
+        header = file_header(tensors)
         with disk_errors(directory / name), (directory / name).open("xb") as file:
             file.write(header)
             file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
@@ -103,7 +103,8 @@ def _in_order(tensors: list[HfTensor]) -> list[HfTensor]:
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
-def _header(tensors: list[HfTensor]) -> bytes:
+def file_header(tensors: list[HfTensor]) -> bytes:
+    """Returns what a safetensors file begins with. Its tensors follow with wide types first, otherwise in order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in _in_order(tensors):

@@ -103,6 +103,42 @@ def test_a_refused_update_names_the_tensor_and_changes_nothing(
     assert output(call) == before
 
 
+def in_file(path: object, version: int, *, last: bool, **more: str) -> Any:
+    params = {"weight_version": str(version), "last": str(last).lower(), "file": str(path)} | more
+    return lambda c: c.call("POST", "/update_weights_from_tensor", data=b"", params=params)
+
+
+def test_a_bucket_in_a_file_of_this_machine_is_read_from_there(call: Any, second: Path, tmp_path: Path) -> None:
+    items = list(tensors(second).items())
+    half = len(items) // 2
+    memory = os.memfd_create("bucket")
+    path = f"/proc/{os.getpid()}/fd/{memory}"
+    # The engine has let go of the first content when it answers.
+    for version, part, last in ((3, {}, False), (3, dict(items[:half]), False), (3, dict(items[half:]), True)):
+        os.ftruncate(memory, 0)
+        os.pwrite(memory, save(part), 0)
+        call(in_file(path, version, last=last))
+    os.close(memory)
+    assert call(lambda c: c.weight_version()) == "3"
+    by_files = output(call)
+    call(lambda c: c.update_weights_from_disk(str(second), 4))
+    assert output(call) == by_files
+
+
+def test_a_file_that_holds_no_bucket_is_refused_by_name(call: Any, tmp_path: Path) -> None:
+    before = output(call)
+    (tmp_path / "text").write_text("no safetensors")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("none", "text", "pipe", ""):
+        with pytest.raises(InvalidField, match=f"file: {tmp_path / name}: ") as refused:
+            call(in_file(tmp_path / name, 9, last=True))
+        assert refused.value.field == "file"
+    with pytest.raises(InvalidField, match="delta: got true, expected false with a file"):
+        call(in_file(tmp_path / "text", 9, last=True, delta="true"))
+    assert call(lambda c: c.weight_version()) == "0"
+    assert output(call) == before
+
+
 def test_a_pickle_is_refused(call: Any) -> None:
     with pytest.raises(InvalidField, match="pickle"):
         call(lambda c: c.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}))

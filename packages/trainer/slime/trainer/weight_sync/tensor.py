@@ -2,7 +2,8 @@
 
 POST {engine}/update_weights_from_tensor?weight_version=N&last=true|false, application/octet-stream. The engine serves
 version N after the bucket with last=true. No more than two buckets are in memory: the one that engines load, and the
-next, which is made meanwhile.
+next, which is made meanwhile. Engines on this machine read them from there: the body is empty, and file=PATH in the
+query names the bucket. Where one of them cannot, as in a container of its own, buckets are sent.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from urllib.parse import urlencode
 from safetensors.torch import save
 
 from slime.trainer.weight_sync.base import Weights, WeightTransport, buckets, describe
+from slime.trainer.weight_sync.bucket_file import BucketFile, may_read_files
 from slime.trainer.weight_sync.requests import EngineRequests, wait_for
 from slime.types.clients import Engine
+from slime.types.errors import DeadlineExceeded, EngineError
 
 # Larger bodies are slower: both sides would fault in fresh memory for each. 513 MiB to an embedded engine took 3.7 s in
 # buckets of 512 MiB, 1.4 s in 64, 0.9 s in 16.
 LARGEST_BODY = 16 << 20
+# An engine answers so if it cannot read a file, or is older than files.
+REFUSED = "400"
 
 
 class TensorTransport(WeightTransport):
@@ -31,24 +36,59 @@ class TensorTransport(WeightTransport):
     def __init__(self, bucket_bytes: int, timeout_seconds: float) -> None:
         self._bucket_bytes = min(bucket_bytes, LARGEST_BODY)
         self._requests = EngineRequests(timeout_seconds)
+        self._files: list[BucketFile] = []
+        # URLs of engines, and whether they read those files.
+        self._reads: dict[str, bool] = {}
 
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
+        files = self._files_for(engines, version)
         sent, under_way = 0, list[Future[Any]]()
         try:
             for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
-                query = urlencode({"weight_version": version, "last": str(last).lower()})
                 what = describe(number, bucket, version)
-                body = save(bucket)
+                # Engines may still read the other one.
+                file = files[number % 2] if files else None
+                if file is None:
+                    body = save(bucket)
+                    sent += len(body)
+                else:
+                    body = b""
+                    sent += file.write(bucket)
                 bucket.clear()
                 wait_for(under_way)
-                under_way = self._requests.start_each(engines, f"/update_weights_from_tensor?{query}", body, what)
-                sent += len(body)
+                under_way = self._requests.start_each(engines, _path(version, last, file), body, what)
         finally:
             # No bucket of an update that fails may arrive in the next one.
             wait(under_way)
         wait_for(under_way)
         return sent
 
+    def _files_for(self, engines: Sequence[Engine], version: int) -> list[BucketFile]:
+        """Returns two files in which all engines read buckets, or none. An engine is tried with an empty bucket."""
+        if not may_read_files(engines):
+            return []
+        while len(self._files) < 2:
+            self._files.append(BucketFile())
+        unknown = [engine for engine in engines if engine.url not in self._reads]
+        self._files[0].write({})
+        tried = self._requests.start_each(unknown, _path(version, False, self._files[0]), b"", "an empty bucket")
+        wait(tried)
+        for engine, answer in zip(unknown, tried, strict=True):
+            error = answer.exception()
+            if isinstance(error, DeadlineExceeded):
+                raise error
+            if error is None or (isinstance(error, EngineError) and error.value == REFUSED):
+                self._reads[engine.url] = error is None
+        # An engine that failed in another way does so again, with a bucket to name.
+        return self._files if all(self._reads.get(engine.url) for engine in engines) else []
+
     def close(self) -> None:
         self._requests.close()
+        while self._files:
+            self._files.pop().close()
+
+
+def _path(version: int, last: bool, file: BucketFile | None) -> str:
+    named = {} if file is None else {"file": file.path}
+    return f"/update_weights_from_tensor?{urlencode({'weight_version': version, 'last': str(last).lower()} | named)}"

@@ -255,19 +255,25 @@ class EngineServer(ServedModel):
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """Loads new weights. Body: one bucket of safetensors, or of deltas with delta=true. Query: weight_version,
-        delta, and last=true with the last bucket."""
+        delta, and last=true with the last bucket; file for a bucket in a file of this machine, with an empty body."""
         version, last = request.query.get("weight_version"), request.query.get("last", "true")
-        delta = request.query.get("delta", "false")
+        delta, file = request.query.get("delta", "false"), request.query.get("file")
         if not version:
             raise InvalidField("weight_version", version, "the version of these weights, in the query")
         for name, value in (("last", last), ("delta", delta)):
             if value not in ("true", "false"):
                 raise InvalidField(name, value, "true or false")
         weights = self.scheduler.weights
+        if file is not None and delta == "true":
+            raise InvalidField("delta", delta, "false with a file")
         load = weights.load_delta if delta == "true" else weights.load_bucket
+        is_last = last == "true"
         async with self._one_bucket:
             bucket = await self._buckets.read(request)
-            await asyncio.wrap_future(self.scheduler.between_steps(lambda: load(bucket, version, last=last == "true")))
+            work = lambda: load(bucket, version, last=is_last)  # noqa: E731
+            if file is not None:
+                work = lambda: weights.load_file(file, version, last=is_last)  # noqa: E731
+            await asyncio.wrap_future(self.scheduler.between_steps(work))
         return web.json_response({"success": True, "weight_version": weights.version})
 
     async def check_weights(self, request: web.Request) -> web.Response:

@@ -55,6 +55,10 @@ class ModelWeights:
             raise InvalidField("body", f"{len(bucket)} bytes", f"safetensors ({error})") from None
         self._copy(tensors, version, last=last)
 
+    def load_file(self, path: str, version: str, *, last: bool) -> None:
+        """Loads a bucket from a safetensors file. Raises InvalidFile, and InvalidField naming the tensor."""
+        self._copy(_read_file(Path(path), "file"), version, last=last)
+
     def load_delta(self, bucket: bytes, version: str, *, last: bool) -> None:
         """Applies a bucket of deltas, in the format of `slime.types.weight_deltas.buckets`.
 
@@ -106,12 +110,7 @@ class ModelWeights:
             return
         files = _weight_files(Path(path))
         for number, file in enumerate(files):
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
-                raise InvalidFile(f"model_path: {file}: {error}", field="model_path", value=str(file)) from error
-            self._copy(tensors, version, last=number == len(files) - 1)
+            self._copy(_read_file(file, "model_path"), version, last=number == len(files) - 1)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.writes += 1
@@ -153,6 +152,17 @@ def _is_wider(held: torch.dtype, sent: torch.dtype) -> bool:
     """Returns whether `held` can represent every value of `sent`; False for dtypes that torch cannot compare."""
     comparable = held.is_floating_point and sent.is_floating_point and min(held.itemsize, sent.itemsize) > 1
     return comparable and torch.promote_types(sent, held) == held
+
+
+def _read_file(file: Path, field: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a safetensors file, which stay on disk until they are used."""
+    try:
+        if not file.is_file():
+            raise OSError("no such file")
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InvalidFile(f"{field}: {file}: {error}", field=field, value=str(file)) from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
