@@ -90,13 +90,13 @@ def test_a_crash_behind_the_drop_seals_what_is_left(client):
 def test_the_step_that_was_sealed_last_is_answered_again_without_its_groups(serving, write_jsonl, monkeypatch):
     served = serving(prompt_data=write_jsonl([{"input": f"q{i}"} for i in range(5)]))
     reads: list[int] = []
-    groups = served.buffer.store.groups
+    groups = served.buffer.store.completed_groups
 
     def counted(**options):
         reads.append(1)
         return groups(**options)
 
-    monkeypatch.setattr(served.buffer.store, "groups", counted)
+    monkeypatch.setattr(served.buffer.store, "completed_groups", counted)
     with BufferClient(served.address) as client:
         client.open_run("run")
         complete(client, 3)

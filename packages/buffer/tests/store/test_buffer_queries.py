@@ -12,10 +12,11 @@ from buffer_samples import complete, finish
 from slime.buffer.groups.steps import Steps
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
-from slime.buffer.store.base import Group, State
+from slime.buffer.store.base import CompletedGroup, Group, State
 from slime.buffer.store.sqlite import SqliteStore
 from slime.types import Sample
 from slime.types.clients import BufferClient
+from slime.types.errors import InvalidField
 from slime.types.rpc import RpcSettings
 from slime.v1 import buffer_pb2
 
@@ -76,6 +77,50 @@ def test_a_reader_of_few_samples_loads_the_groups_that_these_are_in(
         read = [(sample.group_index, sample.index) for sample in client.read_step(0, [12, 4, 2, 11, 3])]
         assert read == [(5, 11), (1, 3), (0, 1), (5, 10), (1, 2)]
         assert sorted(loaded) == [0, 1, 5]
+
+
+def test_a_reader_of_the_first_samples_counts_those_of_the_first_groups_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serve(BufferSettings(n_samples_per_prompt=2), RpcSettings()) as service,
+        BufferClient(service.address) as client,
+    ):
+        client.open_run("run")
+        client.add_prompts([f"prompt {number}" for number in range(6)])
+        complete(client, 6)
+        client.seal_step(0, 6)
+        counted: list[int] = []
+        count = service.buffer.store.sample_counts
+        monkeypatch.setattr(service.buffer.store, "sample_counts", lambda of: [counted.extend(of), count(of)][1])
+        assert [sample.index for sample in client.read_step(0, [2, 0])] == [2, 0]
+        assert counted == [0, 1, 2]
+        for position in (12, -1):
+            with pytest.raises(InvalidField, match="0 to 11"):
+                list(client.read_step(0, [1, position]))
+
+
+@pytest.mark.stores
+def test_a_sealed_group_has_its_payload_size_and_summaries_without_a_group_being_made(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serving(n_samples_per_prompt=2)
+    with BufferClient(service.address) as client:
+        client.open_run("run")
+        client.add_prompts([f"prompt {number}" for number in range(3)])
+        complete(client, 3)
+        store = service.buffer.store
+        fields = CompletedGroup._fields
+        groups = [
+            tuple(sum(group.sizes) if name == "payload_bytes" else getattr(group, name) for name in fields)
+            for group in store.groups()
+        ]
+        assert store.completed_groups() == store.completed_groups(indexes=[2, 0, 1]) == groups
+        assert store.completed_groups(limit=2) == groups[:2]
+        monkeypatch.setattr(store, "groups", None)
+        sealed = client.seal_step(0, 2)
+        assert [summary.group_index for summary in sealed] == [0, 0, 1, 1]
+        client.acknowledge_step(0)
+        client.commit_steps(0)
+        assert [group.group_index for group in store.completed_groups()] == [2]
 
 
 def test_sealing_many_groups_takes_as_many_statements_as_sealing_one() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from slime.buffer.groups.samples import encoded_samples
 from slime.buffer.groups.steps import Steps
-from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, Group, Payloads, State, Store
+from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, CompletedGroup, Group, Payloads, State, Store
 from slime.types.errors import DataLoss, InvalidField, NotFound, WrongState
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Quarantine:
         log.warning("groups %s are %s: %s", sorted(groups), state, reason or "dropped")
         return steps, [] if keep else [group.payload for group in groups.values() if group.payload is not None]
 
-    def damaged(self, group: Group, error: DataLoss) -> Group:
+    def damaged(self, group: Group | CompletedGroup, error: DataLoss) -> Group:
         """Handles a group whose samples cannot be read, and returns it as it is then: a READY or LEASED group starts
         again from its prompt, a COMPLETED or SEALED one is QUARANTINED."""
         (current,) = self.store.groups(indexes=[group.group_index])
@@ -82,14 +82,14 @@ class Quarantine:
             log.error("samples of group %d, which is %s, are lost: %s", current.group_index, current.state, error)
         return self.store.groups(indexes=[group.group_index])[0]
 
-    def check_sizes(self, groups: Sequence[Group]) -> bool:
+    def check_sizes(self, groups: Sequence[CompletedGroup]) -> bool:
         """Returns whether all payloads of `groups` have their stored sizes; marks the groups of others as damaged."""
         whole = True
         for group in groups:
             size = None if group.payload is None else self.payloads.size(group.payload)
-            if size != sum(group.sizes):
+            if size != group.payload_bytes:
                 whole = False
-                found = "gone" if size is None else f"of {size} bytes, expected {sum(group.sizes)}"
+                found = "gone" if size is None else f"of {size} bytes, expected {group.payload_bytes}"
                 self.damaged(group, DataLoss(f"payload {group.payload} is {found}", field="payload"))
         return whole
 

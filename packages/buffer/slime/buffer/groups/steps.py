@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from slime.buffer.groups.pacing import STALE, choose, unsealed_groups
 from slime.buffer.groups.samples import encoded_samples
-from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, Group, Payloads, State, Step, Store
+from slime.buffer.store.base import NO_LEASE, NO_PAYLOAD, CompletedGroup, Group, Payloads, State, Step, Store
 from slime.types.errors import InvalidField, NotFound, WrongState
 from slime.types.pace import TrainerPace
 from slime.types.wire.json_fields import from_json
@@ -61,7 +61,7 @@ class Steps:
         self,
         step: int,
         num_groups: int,
-        whole: Callable[[Sequence[Group]], bool],
+        whole: Callable[[Sequence[CompletedGroup]], bool],
         metrics: Mapping[str, float] | None = None,
         pace: TrainerPace | None = None,
     ) -> bytes | None:
@@ -98,9 +98,9 @@ class Steps:
                 return answer
         return None
 
-    def _chosen(self, step: int, num_groups: int, pace: TrainerPace | None) -> list[Group] | None:
+    def _chosen(self, step: int, num_groups: int, pace: TrainerPace | None) -> list[CompletedGroup] | None:
         if pace is None:
-            groups = self.store.groups(states=[State.COMPLETED], limit=num_groups)
+            groups = self.store.completed_groups(limit=num_groups)
             return groups if len(groups) == num_groups else None
         chosen = choose(unsealed_groups(self.store, step), step, num_groups, pace)
         if chosen is None:
@@ -112,9 +112,9 @@ class Steps:
             self.store.update_groups([group.group_index], **columns)
             if group.payload is not None:
                 self.unneeded.append(group.payload)
-        return self.store.groups(indexes=taken) if taken else None
+        return self.store.completed_groups(indexes=taken) if taken else None
 
-    def _sealed(self, step: int, groups: Sequence[Group]) -> bytes:
+    def _sealed(self, step: int, groups: Sequence[CompletedGroup]) -> bytes:
         extra = buffer_pb2.SealStepResponse(**self.store.seal_record(step)).SerializeToString()
         return b"".join(group.summaries or b"" for group in groups) + extra
 
@@ -296,7 +296,11 @@ class Steps:
         """
         # Many readers ask for few samples each, so the rows of all groups would cost more than what is read.
         with self.store.lock:
-            counts = self.store.sample_counts(self._step(step).group_indexes)
+            indexes = self._step(step).group_indexes
+            if min(positions, default=-1) >= 0:
+                # Groups have a sample or more, so the first positions are those of the first groups.
+                indexes = indexes[: max(positions) + 1]
+            counts = self.store.sample_counts(indexes)
             ends = list(accumulate(count for _, count in counts))
             for position in positions:
                 if not 0 <= position < ends[-1]:
@@ -321,8 +325,8 @@ class Steps:
             found += encoded_samples(group[0], self.payloads, positions)
         return found
 
-    def _groups(self, step: Step) -> list[Group]:
-        return self.store.groups(indexes=step.group_indexes)
+    def _groups(self, step: Step) -> list[CompletedGroup]:
+        return self.store.completed_groups(indexes=step.group_indexes)
 
     def _step(self, step: int) -> Step:
         known = self.store.step(step)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Waits for the given seconds; returns whether to give up.
 Wait = Callable[[float], bool]
@@ -64,6 +64,18 @@ class Group:
     step: int | None = None
     reject_reason: str | None = None
     weight_version: int | None = None
+
+
+class CompletedGroup(NamedTuple):
+    """What `Steps` reads of all groups of a step, in a fraction of the time that a `Group` takes for each.
+
+    payload_bytes: the sum of `Group.sizes`; the others are as in `Group`.
+    """
+
+    group_index: int
+    payload: str | None
+    payload_bytes: int
+    summaries: bytes | None
 
 
 # Columns of a group without a lease, and without samples of its own.
@@ -126,6 +138,11 @@ class Store(ABC):
         in_no_step: bool = False,
     ) -> list[Group]:
         """Returns groups by ascending index; a negative limit means no limit."""
+
+    @abstractmethod
+    def completed_groups(self, *, indexes: Sequence[int] | None = None, limit: int = -1) -> list[CompletedGroup]:
+        """Returns by ascending index the groups `indexes`, in whatever state, or else the first `limit` that are
+        COMPLETED."""
 
     @abstractmethod
     def sample_counts(self, indexes: Sequence[int]) -> list[tuple[int, int]]:

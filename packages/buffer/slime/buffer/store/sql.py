@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from slime.buffer.store.base import Group, State, Step, Store
+from slime.buffer.store.base import CompletedGroup, Group, State, Step, Store
 
 VERSION = 3
 # In the types of SQLite; another database translates them.
@@ -135,6 +135,15 @@ class SqlStore(Store):
             query += " LIMIT ?"
             values.append(limit)
         return [_group(row) for row in self._rows(query, *values)]
+
+    def completed_groups(self, *, indexes: Sequence[int] | None = None, limit: int = -1) -> list[CompletedGroup]:
+        condition = "state = ?" if indexes is None else self.in_list
+        values: list[Any] = [State.COMPLETED if indexes is None else self._list(indexes)]
+        query = f"SELECT {', '.join(CompletedGroup._fields)} FROM groups WHERE {condition} ORDER BY group_index"
+        if limit >= 0:
+            query += " LIMIT ?"
+            values.append(limit)
+        return list(map(CompletedGroup._make, self._rows(query, *values)))
 
     def sample_counts(self, indexes: Sequence[int]) -> list[tuple[int, int]]:
         # The sizes are a JSON list of numbers.
