@@ -117,6 +117,7 @@ def test_a_repeated_call_does_not_train_twice(stack: Stack):
     assert metrics == stack.client.train_step(0, 3, timeout=60)
     assert [call[0] for call in stack.buffer.calls] == ["seal", "plan", "acknowledge"]
     assert metrics["train/step"] == 1
+    assert isinstance(stack.buffer.plans[0]["rewards"], str)  # packed
 
 
 def test_a_failure_before_training_can_be_repeated(stack: Stack):
@@ -126,12 +127,13 @@ def test_a_failure_before_training_can_be_repeated(stack: Stack):
     assert stack.client.train_step(0, 3, timeout=60)["train/step"] == 1
 
 
-def test_a_stored_plan_wins(stack: Stack):
-    from slime.trainer.batching.plan import Planner
+@pytest.mark.parametrize("by_an_earlier_version", [False, True])
+def test_a_stored_plan_wins(stack: Stack, by_an_earlier_version: bool):
+    from slime.trainer.batching.plan import Planner, packed
 
     plan = Planner(stack.trainer.settings).plan(0, summarize(make_samples(0)))
     plan["updates"][0]["train"] = plan["updates"][0]["train"][:2]
-    stack.buffer.plans[0] = plan
+    stack.buffer.plans[0] = plan if by_an_earlier_version else packed(plan)
     assert stack.client.train_step(0, 3, timeout=60)["train/micro_batches"] == 1
 
 

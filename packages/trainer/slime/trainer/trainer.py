@@ -16,7 +16,7 @@ import torch
 
 from slime.trainer.backends.base import REFERENCE, TRAINING, WEIGHTS
 from slime.trainer.backends.build import build_backend, build_critic, open_checkpoints
-from slime.trainer.batching.plan import FORMAT, Planner
+from slime.trainer.batching.plan import Planner, packed, unpacked
 from slime.trainer.checkpoints import checkpoint
 from slime.trainer.debug.memory import MemoryRecord
 from slime.trainer.process.collective import Ranks
@@ -32,7 +32,7 @@ from slime.trainer.weight_sync.group import set_nccl_environment
 from slime.trainer.weight_sync.sender import WeightSender
 from slime.types.clients import BufferClient, RolloutClient, SampleSummary, Writer
 from slime.types.clients.trainer import TrainedStep
-from slime.types.errors import DataLoss, InvalidField, InvalidSetting, WrongState, counted
+from slime.types.errors import DataLoss, InvalidSetting, WrongState, counted
 from slime.types.models.processor import multiplies_bfloat16
 from slime.types.plugins import load_setting
 from slime.types.sample import Sample
@@ -197,12 +197,12 @@ class Trainer:
                 plan = self._planner.plan(step, data.summaries(), rewards, data.rollout_mask_sums)
             else:
                 plan = self._planner.plan(step, summaries, self._custom_rewards(step, summaries))
-            return self.buffer.store_plan(step, plan)
+            sent = packed(plan)
+            stored = self.buffer.store_plan(step, sent)
+            return plan if stored == sent else unpacked(stored)
 
-        stored = self.ranks.together(lambda: store() if self.ranks.rank == 0 else None)
-        plan = self.ranks.together(lambda: stored or self.buffer.get_plan(step, wait_seconds=wait))
-        if plan.get("format") != FORMAT:
-            raise InvalidField("plan_json", plan.get("format"), f"a plan of format {FORMAT} (step {step})")
+        own = self.ranks.together(lambda: store() if self.ranks.rank == 0 else None)
+        plan = self.ranks.together(lambda: own or unpacked(self.buffer.get_plan(step, wait_seconds=wait)))
         if not self._convert:
             return plan, lambda positions: self.buffer.read_step(step, positions)
         everywhere = share(samples, self.ranks, 0, self.ranks.control) if self.ranks.control else samples

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.trainer.batching.packing import check_ids, check_sample, pack
-from slime.trainer.batching.plan import Planner, assign
+from slime.trainer.batching.plan import Planner, assign, packed, unpacked
 from slime.trainer.batching.runs import Runs
 from slime.trainer.batching.schedule import Lengths, partition, schedule
 from slime.trainer.settings.trainer import TrainerSettings
@@ -41,6 +41,17 @@ def test_a_plan_is_json_and_skips_what_adds_no_gradient():
     # Skipping changes no denominator.
     assert plan["weights"] == [1 / (4 * 4)] * 4
     assert plan["rewards"][2:] == [0.0, 0.0]
+
+
+def test_a_plan_is_stored_packed_to_the_last_bit_and_read_back_as_earlier_versions_stored_it():
+    plan = planner(global_batch_size=2).plan(3, summaries(0.1, -0.0, 1 / 3, 1e9, 0.5, group_size=5))
+    stored = json.loads(json.dumps(packed(plan)))
+    assert not any(isinstance(value, list) for value in (stored | {"updates": None}).values())
+    assert repr(unpacked(stored)) == repr(plan)
+    assert unpacked(plan) is plan
+    with pytest.raises(InvalidField, match="a plan of format 1 or 2 .step 3.") as error:
+        unpacked(plan | {"format": 9})
+    assert error.value.field == "plan_json"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def normalize_rewards(
     if baseline is None:
         return list(rewards)
     groups: dict[Hashable, list[int]] = {}
-    for position, (group, *_) in enumerate(zip(group_indexes, rollout_ids, rewards, strict=True)):
+    for position, (group, _, _) in enumerate(zip(group_indexes, rollout_ids, rewards, strict=True)):
         groups.setdefault(group, []).append(position)
     # (positions, for each of them the number of its trajectory, means of the trajectories)
     found = []

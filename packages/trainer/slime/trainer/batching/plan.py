@@ -12,15 +12,18 @@
     updates[u].skipped_weight                   sum over the skipped ones of weight * tokens with loss mask 1
 
 A position is an index into the samples of a sealed step. The plan knows no rank: `assign` cuts an update for any number
-of them, so a step that was planned by two ranks can be replayed by one.
+of them, so a step that was planned by two ranks can be replayed by one. The buffer stores it `packed`.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from slime.trainer.algorithms.aggregation import sample_weights
 from slime.trainer.algorithms.estimators import find_estimator
@@ -31,7 +34,10 @@ from slime.types.clients.buffer import SealedStep
 from slime.types.errors import InvalidField, InvalidSetting, counted
 from slime.types.sample.summary import SampleSummary
 
-FORMAT = 1
+FORMAT, PACKED_FORMAT = 1, 2
+_FLOATS = dict.fromkeys(("raw_rewards", "rewards", "weights"), "<f8")
+_INTEGERS = dict.fromkeys(("lengths", "response_lengths", "groups", "dropped", "train", "skipped"), "<i8")
+_PACKED = _FLOATS | _INTEGERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +75,21 @@ class Planner:
             per_rollout[key] = per_rollout.get(key, 0) + mask_sum
         if rollout_mask_sums is not None:
             per_rollout = {key: int(total) for key, total in zip(rollouts, rollout_mask_sums, strict=True)}
+        split = self.split_rollouts(list(per_rollout))
+        update_of = {key: number for number, keys in enumerate(split) for key in keys}
+        dropped: list[int] = []
+        positions_of: list[list[int]] = [[] for _ in split]
+        for i, key in enumerate(rollouts):
+            number = update_of.get(key)
+            (dropped if number is None else positions_of[number]).append(i)
         weights = [0.0] * len(summaries)
-        updates, used, trained = [], set(), 0
+        updates, trained = [], 0
         skips, skips_zeros = self._skips()
-        for keys in self.split_rollouts(list(per_rollout)):
-            used.update(keys)
-            chosen = set(keys)
-            positions = [i for i, key in enumerate(rollouts) if key in chosen]
+        for keys, positions in zip(split, positions_of, strict=True):
+            own_sums = [mask_sums[i] for i in positions]
             of_update = sample_weights(
                 [per_rollout[rollouts[i]] for i in positions],
-                [mask_sums[i] for i in positions],
+                own_sums,
                 len(keys),
                 per_token=self.settings.calculate_per_token_loss,
                 divisor=self.settings.loss_divisor,
@@ -87,18 +98,17 @@ class Planner:
                 weights[position] = weight
             train: list[int] = []
             skipped: list[int] = []
-            for i in positions:
-                useless = skips and (mask_sums[i] == 0 or (skips_zeros and rewards[i] == 0.0))
+            for i, mask_sum in zip(positions, own_sums, strict=True):
+                useless = skips and (mask_sum == 0 or (skips_zeros and rewards[i] == 0.0))
                 (skipped if useless else train).append(i)
-            trained += sum(mask_sums[i] for i in positions)
-            tokens = sum(max(1, mask_sums[i]) for i in positions)
+            tokens = sum(own_sums)
+            trained += tokens
             updates.append({
-                "num_rollouts": len(keys), "num_tokens": tokens, "train": train, "skipped": skipped,
+                "num_rollouts": len(keys), "num_tokens": tokens + own_sums.count(0), "train": train, "skipped": skipped,
                 "skipped_weight": sum(weights[i] * mask_sums[i] for i in skipped),
             })  # fmt: skip
         if self.settings.normalize_advantages and not trained:
             raise InvalidField("loss_mask", 0, f"a token to train in step {step}, for --normalize-advantages")
-        dropped = [i for i, key in enumerate(rollouts) if key not in used]
         return {
             "format": FORMAT, "step": step, "num_samples": len(summaries), "num_rollouts": len(per_rollout),
             "raw_rewards": list(raw), "rewards": list(rewards), "weights": weights,
@@ -192,8 +202,40 @@ def _column(summaries: Sequence[SampleSummary], name: str) -> list[Any]:
     return [getattr(summary, name) for summary in summaries]
 
 
-def _rollout_key(rollout_id: int | None, position: int) -> tuple[str, int]:
-    return ("position", position) if rollout_id is None else ("rollout", rollout_id)
+def _rollout_key(rollout_id: int | None, position: int) -> int | tuple[str, int]:
+    # A tuple for each of thousands of samples would take a tenth of the time of planning.
+    return position if rollout_id is None else ("rollout", rollout_id)
+
+
+def packed(plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns a plan with its lists of numbers as text: little-endian float64 or int64 in base64.
+
+    To write and check such a plan takes a tenth of the time.
+    """
+    return _packed(plan) | {"format": PACKED_FORMAT, "updates": [_packed(update) for update in plan["updates"]]}
+
+
+def _packed(values: dict[str, Any]) -> dict[str, Any]:
+    lists = {name: np.asarray(value, _PACKED[name]) for name, value in values.items() if name in _PACKED}
+    return values | {name: base64.b64encode(array.tobytes()).decode() for name, array in lists.items()}
+
+
+def unpacked(plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns a plan that the buffer has stored, packed or, by an earlier version, not.
+
+    Raises InvalidField for a plan of another format.
+    """
+    if plan.get("format") == FORMAT:
+        return plan
+    if plan.get("format") != PACKED_FORMAT:
+        expected = f"a plan of format {FORMAT} or {PACKED_FORMAT} (step {plan.get('step')})"
+        raise InvalidField("plan_json", plan.get("format"), expected)
+    return _unpacked(plan) | {"format": FORMAT, "updates": [_unpacked(update) for update in plan["updates"]]}
+
+
+def _unpacked(values: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: base64.b64decode(value) for name, value in values.items() if name in _PACKED}
+    return values | {name: np.frombuffer(data, _PACKED[name]).tolist() for name, data in texts.items()}
 
 
 def lengths_of(plan: dict[str, Any], *, share_prompts: bool = True) -> Lengths:
