@@ -67,9 +67,10 @@ def test_a_transfer_that_fails_is_repeated_a_bounded_number_of_times() -> None:
 
 class Rollout:
     def __init__(self) -> None:
-        self.restarts = self.of_judges = 0
+        self.restarts = self.of_judges = self.asked = 0
 
     def status(self) -> RolloutStatus:
+        self.asked += 1
         return RolloutStatus([], 0, 0, self.restarts + self.of_judges, trained_engine_restarts=self.restarts)
 
 
@@ -115,6 +116,26 @@ def test_an_update_is_repeated_where_an_engine_was_lost_in_it(
         with pytest.raises(EngineError, match="connection reset"):
             updates.send(4)
         assert [rank.versions for rank in ranks] == [[4]] * 2
+
+
+def test_the_rollout_service_is_asked_for_restarts_only_where_an_update_fails(tmp_path: Path) -> None:
+    rollout = Rollout()
+    updates, _ = updates_of(tmp_path, [Trainer(rollout, 1, True)], rollout)
+    updates.send(4)
+    assert rollout.asked == 1
+    updates.send(5)
+    assert rollout.asked == 1
+
+
+def test_an_engine_that_was_lost_before_an_update_saves_it_from_an_error_once(tmp_path: Path) -> None:
+    rollout = Rollout()
+    rollout.restarts = 3
+    rank = Trainer(rollout, 9, False)
+    updates, _ = updates_of(tmp_path, [rank], rollout)
+    for attempts in (2, 3):
+        with pytest.raises(EngineError, match="connection reset"):
+            updates.send(4)
+        assert len(rank.versions) == attempts
 
 
 def test_engines_that_are_lost_as_they_have_got_weights_get_them_again(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ class WeightUpdates:
         self._sent = False
         # The number of losses of engines: in all, and before the last weights were sent.
         self._losses = self._restored = 0
+        # The restarts that were known when an update failed last.
+        self._known_restarts = (0, 0)
         self._ranks = ranks
         self._rollout = rollout
         self._supervisor = supervisor
@@ -95,13 +97,14 @@ class WeightUpdates:
             metrics = self._ranks.each(lambda trainer: trainer.update_weights(version, timeout=self._timeout))
             return metrics[0] if metrics else {}
         while True:
-            before = self._restarts()
             results = self._ranks.each(partial(self._send, version=version))
             errors = [result for result in results if isinstance(result, SlimeError)]
             if not errors:
                 return next((result for result in results if isinstance(result, dict)), {})
-            # The number of restarts is limited, so this loop ends.
-            if self._restarts() == before:
+            # The number of restarts is limited, so this loop ends. Asking for it before each update would cost every
+            # iteration a call, and save an attempt where an update fails for another reason after a restart.
+            known, self._known_restarts = self._known_restarts, self._restarts()
+            if self._known_restarts == known:
                 raise errors[0]
             log.warning("weight update %d is repeated, because an engine was lost: %s", version, errors[0])
 
