@@ -282,10 +282,13 @@ class Buffer:
             raise error(f"step {step} has no plan yet", field="step", value=step, expected="a stored plan")
         return plan
 
-    def read_step(self, step: int, positions: Sequence[int], blob_store: str) -> Iterator[list[bytes]]:
+    def read_step(
+        self, step: int, positions: Sequence[int], blob_store: str, *, leave_damaged: bool = False
+    ) -> Iterator[list[bytes]]:
         """Reads a step through `Steps.read`, or through `DetachedSteps.read` for readers that know its store.
 
-        If samples cannot be read, sets their groups aside, unseals the step and raises DataLoss.
+        If samples cannot be read, sets their groups aside and unseals the step, unless `leave_damaged`, and raises
+        DataLoss.
         """
         try:
             if self.detached is not None and blob_store == self.detached.blobs.name:
@@ -293,7 +296,7 @@ class Buffer:
             else:
                 yield from self.steps.read(step, positions)
         except DataLoss:
-            known = self.store.step(step)
+            known = None if leave_damaged else self.store.step(step)
             for group in [] if known is None else self.store.groups(indexes=known.group_indexes):
                 problem = self.quarantine.problem(group)
                 if problem is not None:

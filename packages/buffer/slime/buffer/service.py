@@ -174,7 +174,9 @@ class BufferService(buffer_pb2_grpc.BufferServiceServicer):
 
     def ReadStep(self, request: buffer_pb2.ReadStepRequest, context: Any) -> Iterator[bytes]:
         with self._outgoing.open(context):
-            for chunk in self.buffer.read_step(request.step, request.positions, request.blob_store):
+            for chunk in self.buffer.read_step(
+                request.step, request.positions, request.blob_store, leave_damaged=request.leave_damaged
+            ):
                 # Samples were checked when they were stored, and pass through as they are.
                 yield encode_list(buffer_pb2.ReadStepResponse, "samples", chunk)
 

@@ -95,8 +95,10 @@ def test_damage_while_serving_costs_the_group(settings, directory, damage):
         if damage is flip:
             # The damage is noticed when the step is read, not when it is sealed.
             assert sealed == [0, 1]
-            with pytest.raises(DataLoss, match="group 1: sample 0 is not what was stored"):
-                list(client.read_step(0, [0, 1]))
+            for leave in (True, False):
+                assert client.stats().groups["sealed"] == 2
+                with pytest.raises(DataLoss, match="group 1: sample 0 is not what was stored"):
+                    list(client.read_step(0, [0, 1], leave_damaged=leave))
             sealed = [s.group_index for s in client.seal_step(0, 2)]
         assert sealed == [0, 2]
         assert [s.response for s in client.read_step(0, [0, 1])] == ["345", "345"]

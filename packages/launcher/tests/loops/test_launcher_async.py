@@ -33,6 +33,7 @@ class Run:
         self.made_with: dict[int, int] = {}
         self.sealed: list[int] = []
         self.generated: dict[int, dict[str, float]] = {}
+        self.examples: list[Any] = []
 
     def of(self, kind: str) -> list[int]:
         return [number for name, number in self.events if name == kind]
@@ -57,10 +58,9 @@ class Run:
         self.events.append(("generate", rollout_id))
         return {"rollout/raw_reward": float(rollout_id)}
 
-    def seal(self, step: int, generated: dict[str, float]) -> list[Any]:
+    def seal(self, step: int, generated: dict[str, float]) -> None:
         self.sealed.append(step)
         self.generated[step] = generated
-        return []
 
     def train_step(self, step: int) -> dict[str, float]:
         assert step in self.sealed

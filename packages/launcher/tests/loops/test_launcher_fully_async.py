@@ -33,6 +33,7 @@ class Run:
         self.events: list[tuple[str, int]] = []
         self.sums: Metrics = {}
         self.begun: list[Callable[[], Any]] = []
+        self.examples: list[Any] = []
 
     def generating(self) -> ContinuousGeneration:
         return ContinuousGeneration(self, self._generate_on, TrainerPace(1, 1, self.num_rollout), self.first_step)
@@ -55,10 +56,9 @@ class Run:
     def join(self, future: Future[Any]) -> Any:
         return future.result() if future.done() else future.function()  # type: ignore[attr-defined]
 
-    def seal(self, step: int, generated: Metrics) -> list[Any]:
+    def seal(self, step: int, generated: Metrics) -> None:
         self.events.append(("seal", step))
         self.sealed = dict(generated)
-        return []
 
     def train_step(self, step: int) -> Metrics:
         self.events.append(("train", step))

@@ -148,7 +148,7 @@ def test_the_metrics_of_a_step_are_computed_while_it_is_trained_on(supervisor: S
 def test_metrics_that_are_waited_for_are_computed_at_once(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.launcher.metrics.sealed.HEAD_START_SECONDS", 3600)
+    monkeypatch.setattr("slime.launcher.services.beside_training.HEAD_START_SECONDS", 3600)
     step, metrics = sealed([group(0, [1.0], [1], [])]), MetricsInProgress(supervisor, ARGS)
     metrics.begin(0, step, staleness=False)
     assert metrics.take(0)["rollout/raw_reward"] == 1.0

@@ -146,7 +146,7 @@ def test_tokens_of_a_run_that_was_killed_are_gone_at_the_next_start(
 
     monkeypatch.setattr("slime.launcher.loops.services.start_services", start)
     numbers = dict(start_timeout_seconds=1.0, rollout_engine_start_seconds=1.0, stop_grace_seconds=1.0)
-    settings = SimpleNamespace(**numbers, use_fault_tolerance=False)
+    settings = SimpleNamespace(**numbers, use_fault_tolerance=False, log_samples=1)
     config: Any = SimpleNamespace(launcher=settings, rollout=settings, trainer=settings, flat={})
     with pytest.raises(errors.Unavailable), Services(config, Placement(1), tmp_path, lambda *_: None):
         pass

@@ -41,7 +41,7 @@ def test_engines_keep_their_memory_while_the_trainer_needs_none_of_it(
         start_timeout_seconds=1.0, rollout_engine_start_seconds=1.0, stop_grace_seconds=1.0, update_timeout_seconds=1.0
     )
     config: Any = SimpleNamespace(
-        launcher=SimpleNamespace(**numbers),
+        launcher=SimpleNamespace(**numbers, log_samples=1),
         rollout=SimpleNamespace(**numbers, offload_rollout=offload_rollout),
         flat={},
         has_engines=True,

@@ -364,14 +364,16 @@ class GetPlanResponse(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ...) -> None: ...
 
 class ReadStepRequest(_message.Message):
-    __slots__ = ("step", "positions", "blob_store")
+    __slots__ = ("step", "positions", "blob_store", "leave_damaged")
     STEP_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     BLOB_STORE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     step: int
     positions: _containers.RepeatedScalarFieldContainer[int]
     blob_store: str
-    def __init__(self, step: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., blob_store: _Optional[str] = ...) -> None: ...
+    leave_damaged: bool
+    def __init__(self, step: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., blob_store: _Optional[str] = ..., leave_damaged: bool = ...) -> None: ...
 
 class ReadStepResponse(_message.Message):
     __slots__ = ("samples",)

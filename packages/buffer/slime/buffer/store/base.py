@@ -67,7 +67,7 @@ class Group:
 
 
 class CompletedGroup(NamedTuple):
-    """What `Steps` reads of all groups of a step, in a fraction of the time that a `Group` takes for each.
+    """The columns that `Steps` reads of all groups of a step, in a fraction of the time that `Group` objects take.
 
     payload_bytes: the sum of `Group.sizes`; the others are as in `Group`.
     """

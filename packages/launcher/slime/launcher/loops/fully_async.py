@@ -34,7 +34,7 @@ def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
     with run.generating() as generation:
         for step in range(run.first_step, run.num_rollout):
             started = time.perf_counter()
-            samples = run.seal(step, generation.take_metrics())
+            run.seal(step, generation.take_metrics())
             waited = time.perf_counter() - started
             metrics = run.train_step(step) | {"perf/rollout_wait_time": waited}
             if evaluation is not None:
@@ -47,7 +47,7 @@ def loop_fully_async(config: RunConfig, run: Services, report: Report) -> None:
             if config.updates_after(step):
                 metrics |= run.update_weights(step + 1)
             metrics["perf/step_time"] = time.perf_counter() - started
-            report.step(step, metrics, samples)
+            report.step(step, metrics, run.examples)
             if config.evaluates_after(step):
                 evaluation = run.begin(partial(run.evaluate, step + 1))
     if evaluation is not None:

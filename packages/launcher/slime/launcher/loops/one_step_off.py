@@ -47,7 +47,7 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
     with Prefetch(run, steps, settings.async_buffer_size or 1) as prefetch:
         for step in steps:
             started = time.perf_counter()
-            samples = prefetch.take(step)
+            prefetch.take(step)
             taken = time.perf_counter()
             metrics = run.train_step(step)
             metrics["perf/rollout_wait_time"] = taken - started
@@ -59,6 +59,6 @@ def loop_async(config: RunConfig, run: Services, report: Report) -> None:
                 metrics["perf/drain_time"] = prefetch.pause()
                 metrics |= run.update_weights(step + 1)
             metrics["perf/step_time"] = time.perf_counter() - started
-            report.step(step, metrics, samples)
+            report.step(step, metrics, run.examples)
             if config.evaluates_after(step):
                 report.evaluation(step + 1, *run.evaluate(step + 1))

@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from slime.types import Sample
-
 T = TypeVar("T")
 Metrics = dict[str, float]
 
@@ -19,7 +17,7 @@ class Generation(Protocol):
     """The methods of `Services` that Prefetch calls."""
 
     def generate(self, rollout_id: int) -> Metrics: ...
-    def seal(self, step: int, generated: Metrics) -> list[Sample]: ...
+    def seal(self, step: int, generated: Metrics) -> None: ...
     def begin(self, function: Callable[[], T]) -> Future[T]: ...
     def join(self, future: Future[T]) -> T: ...
 
@@ -36,8 +34,8 @@ class Prefetch:
         self._size = size
         self._next, self._stop = steps.start, steps.stop
         # Rollouts that have begun and have not been taken yet, by number.
-        self._waiting: dict[int, Future[list[Sample]]] = {}
-        self._in_flight: Future[list[Sample]] | None = None
+        self._waiting: dict[int, Future[None]] = {}
+        self._in_flight: Future[None] | None = None
         self._paused = False
         # Start and end of each generation; the end is None while it runs.
         self._times: dict[int, tuple[float, float | None]] = {}
@@ -53,17 +51,16 @@ class Prefetch:
         with self._lock:
             self._paused = True
 
-    def take(self, step: int) -> list[Sample]:
-        """Waits for the rollout `step`, the next in order; returns what `seal` does. Resumes paused generation."""
+    def take(self, step: int) -> None:
+        """Waits for the rollout `step`, the next in order. Resumes paused generation."""
         with self._lock:
             self._paused = False
             self._advance()
             future = self._waiting[step]
-        samples = self._run.join(future)
+        self._run.join(future)
         with self._lock:
             del self._waiting[step]
             self._advance()
-        return samples
 
     def pause(self) -> float:
         """Waits until nothing is being generated, and begins nothing until the next `take`. Returns the seconds
@@ -96,16 +93,15 @@ class Prefetch:
         self._waiting[step] = self._in_flight = future
         future.add_done_callback(self._ended)
 
-    def _generate(self, step: int) -> list[Sample]:
+    def _generate(self, step: int) -> None:
         begun = time.perf_counter()
         with self._lock:
             self._times[step] = begun, None
-        samples = self._run.seal(step, self._run.generate(step))
+        self._run.seal(step, self._run.generate(step))
         with self._lock:
             self._times[step] = begun, time.perf_counter()
-        return samples
 
-    def _ended(self, future: Future[list[Sample]]) -> None:
+    def _ended(self, future: Future[None]) -> None:
         with self._lock:
             self._in_flight = None
             if not future.cancelled() and future.exception() is None:

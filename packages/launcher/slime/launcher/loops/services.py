@@ -11,17 +11,18 @@ import time
 from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TypeVar
 
 from slime.launcher.config.run_config import RunConfig
 from slime.launcher.faults.run_repairs import RunRepairs
+from slime.launcher.loops.examples import Examples
 from slime.launcher.metrics.sealed import MetricsInProgress
 from slime.launcher.placement.plan import Placement
 from slime.launcher.platform.signals import uninterrupted
 from slime.launcher.run_directory.checkpoints import checkpoint_path, prune
-from slime.launcher.run_directory.kept_samples import SAMPLES_PER_GROUP
 from slime.launcher.services.credentials import Authority, remove_access
 from slime.launcher.services.generation import ContinuousGeneration, pace_of
 from slime.launcher.services.memory_turns import MemoryTurns
@@ -63,8 +64,6 @@ class Services:
         self.rollout: RolloutClient | None = None
         self._replay: Replay | None = None
         self._groups: dict[int, int] = {}
-        # Samples for people to look at, by step and position, until the step has been trained.
-        self._kept: dict[int, dict[int, Sample]] = {}
         self._pace: TrainerPace | None = None
         self._weight_updates: WeightUpdates | None = None
         self._memory_turns: MemoryTurns | None = None
@@ -81,6 +80,9 @@ class Services:
         )
         self._ranks = TrainerRanks([], self._supervisor)
         self._metrics = MetricsInProgress(self._supervisor, SimpleNamespace(**config.flat))
+        self._examples = Examples(self._supervisor, max(1, config.launcher.log_samples))
+        # Samples of the step that was trained last, for people to look at.
+        self.examples: list[Sample] = []
         self._rollout_calls: RolloutCalls | None = None
         self._repairs: RunRepairs | None = None
         # The step that was trained last.
@@ -210,21 +212,16 @@ class Services:
         self._groups[rollout_id], metrics = load(self._supervisor, self.buffer, replay, rollout_id)
         return metrics
 
-    def seal(self, step: int, generated: Metrics) -> list[Sample]:
-        """Fixes the groups that `step` trains on: those of the rollout that was just generated. Returns some samples.
+    def seal(self, step: int, generated: Metrics) -> None:
+        """Fixes the groups that `step` trains on: those of the rollout that was just generated.
 
         generated: the metrics of `generate`, kept with the step for a later start of the run that only trains on it.
         """
+        seal = partial(self._seal, step, generated)
+        self._note(step, seal() if self._replay is not None else self._untrained.seal(step, seal))
 
-        def seal() -> tuple[SealedStep, list[Sample]]:
-            sealed = self._seal(step, generated)
-            return sealed, self._examples(step, sealed)
-
-        sealed, examples = seal() if self._replay is not None else self._untrained.seal(step, seal)
-        self._begin_metrics(step, sealed)
-        return examples
-
-    def _begin_metrics(self, step: int, sealed: SealedStep) -> None:
+    def _note(self, step: int, sealed: SealedStep) -> None:
+        self._examples.choose(step, sealed)
         self._metrics.begin(step, sealed, staleness=self.rollout is not None and bool(self.trainers))
 
     def _seal(self, step: int, generated: Metrics) -> SealedStep:
@@ -238,28 +235,14 @@ class Services:
             lambda: self.buffer.seal_step(step, groups, wait_seconds=wait, metrics=generated, pace=pace)
         )
 
-    def _examples(self, step: int, sealed: SealedStep) -> list[Sample]:
-        """Returns samples for people to look at: the first ones of the first groups."""
-        counts: dict[int, int] = {}
-        positions = []
-        for position in range(len(sealed)):
-            group = sealed[position].group_index
-            counts[group] = counts.get(group, 0) + 1
-            if len(counts) > max(1, self._settings.log_samples):
-                break
-            if counts[group] <= SAMPLES_PER_GROUP:
-                positions.append(position)
-        examples = self._supervisor.call(lambda: list(self.buffer.read_step(step, positions)))
-        self._kept[step] = dict(zip(positions, examples, strict=True))
-        return examples
-
     def groups_of(self, step: int) -> int:
         return self._groups.get(step, self.config.rollout.rollout_batch_size)
 
     def train_step(self, step: int) -> Metrics:
         """Trains every rank on the groups of one rollout; without a trainer, the buffer only drops them.
 
-        Replaces groups with damaged samples first. Returns `step_metrics` of the groups trained on, the trainer's, and
+        Sets `examples`. Replaces groups with damaged samples first. Returns `step_metrics` of the groups trained on,
+        the trainer's, and
 
         train/data_loss_retries  number of times that the step had to be sealed again
         """
@@ -268,6 +251,8 @@ class Services:
 
     def _train_step(self, step: int) -> Metrics:
         if not self.trainers:
+            self._examples.begin(step, self.buffer)
+            self.examples = self._examples.take(step, {})
             self._supervisor.call(lambda: self.buffer.acknowledge_step(step))
             self._supervisor.call(lambda: self.buffer.commit_steps(step))
             return self._after_step(step)
@@ -278,7 +263,7 @@ class Services:
         def train() -> Metrics:
             if step not in retries:
                 return self._train(step)
-            self._begin_metrics(step, self._seal(step, {}))
+            self._note(step, self._seal(step, {}))
             return self._train(step) | {"train/data_loss_retries": float(retries[step])}
 
         return self._untrained.train(step, train)
@@ -286,12 +271,12 @@ class Services:
     def _train(self, step: int) -> Metrics:
         self.progress("training", 0, 0)
         groups, timeout = self.groups_of(step), self._settings.train_timeout_seconds
-        kept = self._kept.pop(step, {})
+        positions = self._examples.begin(step, self.buffer)
 
         def train(trainer: TrainerClient) -> TrainedStep | DataLoss:
             # Errors are collected, so that no rank is called again before all have answered.
             try:
-                return trainer.train_and_score(step, groups, sorted(kept), timeout=timeout)
+                return trainer.train_and_score(step, groups, positions, timeout=timeout)
             except DataLoss as error:
                 return error
 
@@ -304,8 +289,7 @@ class Services:
         trained = [result for result in results if isinstance(result, TrainedStep)]
         if len(trained) < len(results):
             raise next(result for result in results if isinstance(result, DataLoss))
-        for position, log_probs in ChainMap(*(result.log_probs for result in trained)).items():
-            kept[position].trainer_log_probs = log_probs  # type: ignore[attr-defined]
+        self.examples = self._examples.take(step, ChainMap(*(result.log_probs for result in trained)))
         return trained[0].metrics | self._after_step(step)
 
     def _after_step(self, step: int) -> Metrics:
@@ -337,9 +321,7 @@ class Services:
 
     def seal_again(self, step: int) -> None:
         """Seals a step that the buffer may have unsealed."""
-        # The step may be sealed again with other samples.
-        self._kept.pop(step, None)
-        self._seal(step, {})
+        self._examples.choose(step, self._seal(step, {}))
 
     def offload(self) -> Metrics:
         """Has the engines release their GPU memory to the trainer, in a run that offloads them.

@@ -29,7 +29,7 @@ def loop(config: RunConfig, run: Services, report: Report) -> None:
 
     for step in range(run.first_step, run.num_rollout):
         started = time.perf_counter()
-        samples = run.seal(step, run.generate(step))
+        run.seal(step, run.generate(step))
         metrics = run.offload()
         metrics |= run.train_step(step)
         if config.saves_after(step):
@@ -39,6 +39,6 @@ def loop(config: RunConfig, run: Services, report: Report) -> None:
         if config.updates_after(step):
             metrics |= run.update_weights(step + 1)
         metrics["perf/step_time"] = time.perf_counter() - started
-        report.step(step, metrics, samples)
+        report.step(step, metrics, run.examples)
         if config.evaluates_after(step):
             report.evaluation(step + 1, *run.evaluate(step + 1))

@@ -5,31 +5,20 @@ They do not depend on whether this start of the run generated the groups or, wit
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from slime.buffer.groups.pacing import STALE
+from slime.launcher.services.beside_training import BesideTraining, ComputingCalls
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.settings.rollout import RolloutSettings
 from slime.rollout.sources.own import RETURNED
 from slime.types.clients import SampleSummary
 from slime.types.clients.buffer import SealedStep
 
-# The call to the trainer goes out first: threads that compute make others wait for the interpreter's lock.
-HEAD_START_SECONDS = 0.05
-T = TypeVar("T")
 DROPPED = "rollout/dynamic_filter/drop_"
 # Reasons of rejections that do not come from --dynamic-sampling-filter-path.
 OTHERS = (RETURNED, STALE, "buffer_filter", "prompt_too_long", "prompt_unusable")
-
-
-class ComputingCalls(Protocol):
-    """The methods of `Supervisor` that are used here."""
-
-    def begin(self, function: Callable[[], T]) -> Future[T]: ...
-    def join(self, future: Future[T]) -> T: ...
 
 
 class MetricsInProgress:
@@ -39,28 +28,16 @@ class MetricsInProgress:
     """
 
     def __init__(self, calls: ComputingCalls, args: Any) -> None:
-        self._calls = calls
         self._args = args
-        # With an event that is set once the metrics are waited for.
-        self._futures: dict[int, tuple[Future[dict[str, float]], threading.Event]] = {}
+        self._results: BesideTraining[dict[str, float]] = BesideTraining(calls)
 
     def begin(self, step: int, sealed: SealedStep, *, staleness: bool) -> None:
         """Begins with the metrics of `step`, in place of those that it had before."""
-        wanted = threading.Event()
-
-        def compute() -> dict[str, float]:
-            wanted.wait(HEAD_START_SECONDS)
-            return step_metrics(step, sealed, self._args, staleness=staleness)
-
-        self._futures[step] = self._calls.begin(compute), wanted
+        self._results.begin(step, lambda: step_metrics(step, sealed, self._args, staleness=staleness))
 
     def take(self, step: int) -> dict[str, float]:
         """Waits for the metrics of `step` and returns them, once. Raises the error that computing them raised."""
-        if step not in self._futures:
-            return {}
-        future, wanted = self._futures.pop(step)
-        wanted.set()
-        return self._calls.join(future)
+        return self._results.take(step, {})
 
 
 def step_metrics(step: int, sealed: SealedStep, args: Any, *, staleness: bool) -> dict[str, float]:

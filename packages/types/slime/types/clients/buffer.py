@@ -231,8 +231,10 @@ class BufferClient(Client):
         # Wrapped, because an empty plan is an answer, too.
         return _in_slices(wait_seconds, get)[""]
 
-    def read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
+    def read_step(self, step: int, positions: Sequence[int], *, leave_damaged: bool = False) -> Iterator[Sample]:
         """Yields the samples of a sealed step at `positions` of its summaries, in that order.
+
+        Damaged samples raise DataLoss and unseal the step; with `leave_damaged` the step stays as it is.
 
         A step may be of any size, so the deadline of a call bounds the wait for more samples: what a call did not bring
         in time is asked for again. Raises DeadlineExceeded if one brings nothing.
@@ -241,7 +243,7 @@ class BufferClient(Client):
         while True:
             read = 0
             try:
-                for sample in self._read_step(step, left):
+                for sample in self._read_step(step, left, leave_damaged):
                     read += 1
                     yield sample
                 return
@@ -252,10 +254,14 @@ class BufferClient(Client):
                 if not left:
                     return
 
-    def _read_step(self, step: int, positions: Sequence[int]) -> Iterator[Sample]:
+    def _read_step(self, step: int, positions: Sequence[int], leave_damaged: bool) -> Iterator[Sample]:
         blobs = self.blobs
         request = build(
-            buffer_pb2.ReadStepRequest, step=step, positions=positions, blob_store="" if blobs is None else blobs.name
+            buffer_pb2.ReadStepRequest,
+            step=step,
+            positions=positions,
+            blob_store="" if blobs is None else blobs.name,
+            leave_damaged=leave_damaged,
         )
         for message in self._stream("ReadStep", request):
             resolve = None if blobs is None else resolver(message.samples, blobs)
