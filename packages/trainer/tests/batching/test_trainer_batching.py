@@ -51,6 +51,9 @@ def test_a_plan_is_stored_packed_to_the_last_bit_and_read_back_as_earlier_versio
     assert unpacked(plan) is plan
     with pytest.raises(InvalidField, match="a plan of format 1 or 2 .step 3.") as error:
         unpacked(plan | {"format": 9})
+    for odd in (3, None, "x", "AAAA", [1.0]):
+        with pytest.raises(InvalidField, match="plan_json.rewards: got .*, expected packed numbers"):
+            unpacked(stored | {"rewards": odd})
     assert error.value.field == "plan_json"
 
 

@@ -223,7 +223,7 @@ def _packed(values: dict[str, Any]) -> dict[str, Any]:
 def unpacked(plan: dict[str, Any]) -> dict[str, Any]:
     """Returns a plan that the buffer has stored, packed or, by an earlier version, not.
 
-    Raises InvalidField for a plan of another format.
+    Raises InvalidField for a plan of another format, and for lists that do not have it.
     """
     if plan.get("format") == FORMAT:
         return plan
@@ -234,8 +234,13 @@ def unpacked(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(values: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: base64.b64decode(value) for name, value in values.items() if name in _PACKED}
-    return values | {name: np.frombuffer(data, _PACKED[name]).tolist() for name, data in texts.items()}
+    lists = {}
+    for name in values.keys() & _PACKED.keys():
+        try:
+            lists[name] = np.frombuffer(base64.b64decode(values[name]), _PACKED[name]).tolist()
+        except (TypeError, ValueError) as error:
+            raise InvalidField(f"plan_json.{name}", type(values[name]).__name__, f"packed numbers ({error})") from None
+    return values | lists
 
 
 def lengths_of(plan: dict[str, Any], *, share_prompts: bool = True) -> Lengths:
