@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 from slime.launcher.platform.ray_cluster import ray_cluster
 from slime.launcher.services.actors import AddressOf
 from slime.launcher.services.supervisor import ServiceDied, Supervisor
-from slime.types.errors import EngineError, InvalidField, Unavailable
+from slime.types.errors import DeadlineExceeded, EngineError, InvalidField, Unavailable
 from slime.types.rpc import RpcSettings
 
 SERVICE = """
@@ -114,7 +115,7 @@ def test_a_service_that_loads_waits_for_the_address_of_one_that_starts_meanwhile
 ) -> None:
     engine, trainer = supervisor.spawn("engine", {"num_cpus": 0}), supervisor.spawn("trainer", {"num_cpus": 0})
     log = supervisor.log_dir / "trainer.log"
-    waits = AddressOf(engine.actor.address.remote())
+    waits = AddressOf(engine.actor.address.remote(), 60)
     # Ends only if both start at once: the engine serves when the trainer has loaded, and the trainer after the engine.
     address, _ = supervisor.call_once(
         [
@@ -125,10 +126,14 @@ def test_a_service_that_loads_waits_for_the_address_of_one_that_starts_meanwhile
     assert log.read_text().splitlines()[-3:] == ["loaded", f"knows {address}", "ready to serve"]
 
 
-def test_the_death_of_a_service_that_another_waits_for_is_named(supervisor: Supervisor, service: str) -> None:
+def test_a_service_that_another_waits_for_has_a_deadline_and_its_death_is_named(
+    supervisor: Supervisor, service: str
+) -> None:
     engine, trainer = supervisor.spawn("engine", {"num_cpus": 0}), supervisor.spawn("trainer", {"num_cpus": 0})
     victim = supervisor.get(engine, engine.actor.pid.remote())
-    waits = AddressOf(engine.actor.address.remote())
+    waits = AddressOf(engine.actor.address.remote(), 60)
+    with pytest.raises(DeadlineExceeded, match=r"did not start within 0\.1 s"):
+        replace(waits, seconds=0.1)()
     supervisor.begin(partial(_kill_when_loaded, supervisor.log_dir / "trainer.log", victim))
     with pytest.raises(ServiceDied, match="engine died"):
         supervisor.call_once(

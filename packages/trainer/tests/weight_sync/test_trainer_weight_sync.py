@@ -210,6 +210,23 @@ def test_a_failing_engine_aborts_and_is_named(
     assert "engine-1" in rollout.calls[1][2]
 
 
+def test_after_an_update_that_failed_the_next_one_is_written_to_other_memory(model: str, engines: list[StandInEngine]):
+    """An engine that did not answer in time may still read the memory of the one that failed."""
+    backend = Runner(make_settings(model)).backend
+    rollout, transport = StandInRollout([engines[0].describe("engine-0")]), TensorTransport(10**9, 10)
+    push(rollout, transport, 1, backend.named_weights(), 10)
+    with (memory := open(engines[0].requests[-1][1]["file"], "rb")):  # noqa: SIM115
+        first = memory.read()
+        engines[0].status = 500
+        with pytest.raises(EngineError):
+            push(rollout, transport, 2, backend.named_weights(), 10)
+        engines[0].status = 200
+        push(rollout, transport, 3, ((name, tensor + 1) for name, tensor in backend.named_weights()), 10)
+        memory.seek(0)
+        assert memory.read() == first
+    transport.close()
+
+
 def test_an_engine_that_is_gone_or_silent(model: str, engines: list[StandInEngine]):
     backend = Runner(make_settings(model)).backend
     gone = Engine("engine-9", "http://127.0.0.1:1", "embedded", True, 0, weight_transports=TRANSPORTS["embedded"])

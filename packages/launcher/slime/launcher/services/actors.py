@@ -18,7 +18,7 @@ from slime.launcher.blob_stores.base import KeptWriter
 from slime.launcher.services.credentials import Grant, Identity
 from slime.rollout.engines.base import HostedEngine
 from slime.rollout.engines.gpus import visible_gpus
-from slime.types.errors import Unavailable, WrongState
+from slime.types.errors import DeadlineExceeded, Unavailable, WrongState
 from slime.types.rpc import RpcSettings
 from slime.types.rpc.garbage import spare_long_lived
 from slime.types.rpc.token_files import LOCALHOST, is_loopback
@@ -138,16 +138,21 @@ class ServiceActor:
 class AddressOf:
     """Waits for a service that starts beside the one that calls this; returns its "host:port".
 
-    reference: Ray's, to the answer of `ServiceActor.address`. Raises Unavailable.
+    reference: Ray's, to the answer of `ServiceActor.address`. seconds: longest wait.
+
+    Raises Unavailable if the service ends, DeadlineExceeded.
     """
 
     reference: Any
+    seconds: float
 
     def __call__(self) -> str:
         import ray
 
         try:
-            return str(ray.get(self.reference))
+            return str(ray.get(self.reference, timeout=self.seconds))
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineExceeded(f"a service did not start within {self.seconds:g} s") from None
         except ray.exceptions.RayError as error:
             raise Unavailable(f"a service ended while it started: {error}") from None
 

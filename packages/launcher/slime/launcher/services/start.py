@@ -288,7 +288,7 @@ class _Start:
             return
         engines = None
         if rollout is not None and config.has_engines:
-            engines = AddressOf(rollout.actor.address.remote())
+            engines = AddressOf(rollout.actor.address.remote(), supervisor.start_seconds)
         one_node = {trainer.host for trainer in trainers} == {ServiceNode.host}
         if one_node:
             master = supervisor.meeting_file()

@@ -69,7 +69,7 @@ class Supervisor:
         several = any(node.host != ServiceNode.host for node in self._nodes.values())
         # Services answer only processes of this run, through TLS where other hosts can reach them.
         self.authority = Authority(several_nodes=several)
-        self._start_seconds = start_seconds
+        self.start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         self._processes: list[Process] = []
         self._death: Future[None] = Future()
@@ -225,7 +225,7 @@ class Supervisor:
         import ray
 
         try:
-            answer = ray.get(reference, timeout=self._start_seconds)
+            answer = ray.get(reference, timeout=self.start_seconds)
             process.answered = True
             return answer
         except ray.exceptions.RayTaskError as error:
@@ -234,7 +234,7 @@ class Supervisor:
             raise
         except ray.exceptions.GetTimeoutError:
             raise DeadlineExceeded(
-                f"{process.name} did not answer within {self._start_seconds:.0f} s{self.last_lines(process.name)}"
+                f"{process.name} did not answer within {self.start_seconds:.0f} s{self.last_lines(process.name)}"
             ) from None
         except ray.exceptions.RayError as error:
             # Either the process died, or its node before the process started.

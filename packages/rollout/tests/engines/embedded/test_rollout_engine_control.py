@@ -144,6 +144,13 @@ def test_a_pickle_is_refused(call: Any) -> None:
         call(lambda c: c.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}))
 
 
+def test_an_empty_bucket_leaves_the_model_whole(call: Any) -> None:
+    before = output(call)
+    call(lambda c: c.update_weights_from_bucket(save({}), 5, last=False))
+    assert output(call) == before
+    assert call(lambda c: c.weight_version()) == "0"
+
+
 def test_a_mixture_of_versions_does_not_generate(call: Any, second: Path) -> None:
     name, tensor = next(iter(tensors(second).items()))
     call(lambda c: c.update_weights_from_bucket(save({name: tensor}), 5, last=False))

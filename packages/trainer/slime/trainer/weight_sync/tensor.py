@@ -8,6 +8,7 @@ query names the bucket. Where one of them cannot, as in a container of its own, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -20,6 +21,8 @@ from slime.trainer.weight_sync.bucket_file import BucketFile, may_read_files
 from slime.trainer.weight_sync.requests import EngineRequests, wait_for
 from slime.types.clients import Engine
 from slime.types.errors import DeadlineExceeded, EngineError
+
+log = logging.getLogger(__name__)
 
 # Larger bodies are slower: both sides would fault in fresh memory for each. 513 MiB to an embedded engine took 3.7 s in
 # buckets of 512 MiB, 1.4 s in 64, 0.9 s in 16.
@@ -58,10 +61,13 @@ class TensorTransport(WeightTransport):
                 bucket.clear()
                 wait_for(under_way)
                 under_way = self._requests.start_each(engines, _path(version, last, file), body, what)
-        finally:
-            # No bucket of an update that fails may arrive in the next one.
+            wait_for(under_way)
+        except BaseException:
+            # No bucket of an update that fails may arrive in the next one, and an engine that did not answer in time
+            # may read a file still.
             wait(under_way)
-        wait_for(under_way)
+            self._close_files()
+            raise
         return sent
 
     def _files_for(self, engines: Sequence[Engine], version: int) -> list[BucketFile]:
@@ -80,11 +86,20 @@ class TensorTransport(WeightTransport):
                 raise error
             if error is None or (isinstance(error, EngineError) and error.value == REFUSED):
                 self._reads[engine.url] = error is None
+                if error is not None:
+                    log.info(
+                        "weights are sent to engine %s, which cannot read them from this process: %s",
+                        engine.name,
+                        error,
+                    )
         # An engine that failed in another way does so again, with a bucket to name.
         return self._files if all(self._reads.get(engine.url) for engine in engines) else []
 
     def close(self) -> None:
         self._requests.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         while self._files:
             self._files.pop().close()
 

@@ -137,7 +137,7 @@ class ModelWeights:
                 raise InvalidField(
                     missing[0], f"missing, with {counted(len(missing) - 1, 'other')}", "a tensor in some bucket"
                 )
-        self.incomplete = True
+        self.incomplete |= bool(tensors)
         self.write(tensors)
         self._seen = seen
         if last:
