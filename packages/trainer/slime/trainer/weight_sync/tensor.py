@@ -83,6 +83,7 @@ class TensorTransport(WeightTransport):
         for engine, answer in zip(unknown, tried, strict=True):
             error = answer.exception()
             if isinstance(error, DeadlineExceeded):
+                self._close_files()
                 raise error
             if error is None or (isinstance(error, EngineError) and error.value == REFUSED):
                 self._reads[engine.url] = error is None
