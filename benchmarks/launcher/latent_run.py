@@ -165,6 +165,7 @@ class LatentRun:
     rollout: RolloutClient
     train: Callable[[int], None]
     first_step: int = 0
+    examples: list[Any] = field(default_factory=list)
     events: list[tuple[str, int]] = field(default_factory=list)
     sealed: dict[int, list[Any]] = field(default_factory=dict)
     _metrics: dict[int, Metrics] = field(default_factory=dict)
@@ -182,7 +183,7 @@ class LatentRun:
     def generate(self, rollout_id: int) -> Metrics:
         return self.rollout.generate(rollout_id, self.config.rollout.rollout_batch_size, timeout=DEADLINE).metrics
 
-    def seal(self, step: int, generated: Metrics) -> list[Any]:
+    def seal(self, step: int, generated: Metrics) -> None:
         size = self.config.rollout.rollout_batch_size
         sealed = self.buffer.seal_step(step, size, wait_seconds=DEADLINE, metrics=generated, pace=self._pace)
         self.sealed[step] = list(sealed)
@@ -195,7 +196,6 @@ class LatentRun:
             "rollout/dropped_stale": float(sealed.rejected.get("stale", 0)),
             **sealed.metrics,
         }
-        return []
 
     def train_step(self, step: int) -> Metrics:
         self.train(step)

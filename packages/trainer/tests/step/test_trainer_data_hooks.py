@@ -11,6 +11,7 @@ from trainer_stack import Stack
 from trainer_tiny import Runner, make_samples, make_settings, train_data
 
 from slime.trainer.batching.packing import PackedBatch, pack
+from slime.trainer.batching.plan import unpacked
 from slime.trainer.step import rollout_data
 from slime.trainer.step.loss import Targets
 from slime.trainer.step.targets import Work
@@ -115,7 +116,7 @@ def test_converted_samples_are_planned_and_trained_on(model: str, tmp_path: Path
     stack = Stack(model, custom_convert_samples_to_train_data_path=path, **common)
     try:
         metrics = stack.client.train_step(0, 3, timeout=60)
-        plan = stack.buffer.plans[0]
+        plan = unpacked(stack.buffer.plans[0])
     finally:
         stack.close()
     samples = make_samples(0)[:0:-1]

@@ -30,13 +30,14 @@ TRANSPORTS = {"embedded": ("tensor", "disk"), "sglang": ("nccl", "disk")}
 
 class StandInEngine:
     """Collects what is posted; answers with `status` and `answer`, or not at all before `silent` is set. Buckets in
-    files are collected as those that were sent, save empty ones, or refused unless `reads_files`."""
+    `files` are read, and collected as those that were sent, save empty ones; or refused; or nothing is known of them.
+    """
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], str, bytes]] = []
-        self.status, self.answer = 200, {"success": True}
+        self.status, self.answer = 200, dict[str, Any](success=True)
         self.silent: threading.Event | None = None
-        self.reads_files = True
+        self.files = "read"
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,11 +46,12 @@ class StandInEngine:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 query = dict(parse_qsl(url.query))
                 status, answer = outer.status, outer.answer
-                if (file := query.get("file")) and not body and outer.reads_files:
-                    body = Path(file).read_bytes()
-                if file and not outer.reads_files:
+                file = query.get("file")
+                if file and outer.files == "read":
+                    body, answer = Path(file).read_bytes(), answer | {"file": file}
+                if file and outer.files == "refused":
                     status, answer = 400, {"error": "the body is empty"}
-                elif not file or load(body):
+                elif body and (not file or load(body)):
                     outer.requests.append((url.path, query, self.headers["Content-Type"], body))
                 if outer.silent is not None:
                     outer.silent.wait(30)
@@ -139,12 +141,12 @@ def test_buckets_hold_every_tensor_once():
     assert [last for _, last in buckets(iter(()), 20)] == [True]
 
 
-@pytest.mark.parametrize("by", ["files", "bodies"])
-def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engines: list[StandInEngine], by: str):
+@pytest.mark.parametrize("files", ["read", "refused", "unknown"])
+def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engines: list[StandInEngine], files: str):
     """Bodies are sent to all engines where one of them does not read files."""
     backend = Runner(make_settings(tied_model)).backend
     rollout = StandInRollout([e.describe(f"engine-{i}") for i, e in enumerate(engines)])
-    engines[1].reads_files = by == "files"
+    engines[1].files = files
     transport = TensorTransport(8_000, 10)
     for version in (6, 7):
         for engine in engines:
@@ -152,7 +154,7 @@ def test_tensors_go_to_every_engine_within_the_transaction(tied_model: str, engi
         sent = push(rollout, transport, version, as_dtype(backend.named_weights(), torch.bfloat16), 10)
     transport.close()
     assert rollout.calls[-2:] == [("begin", 7), ("commit", 7)]
-    assert all(("file" in query) == (by == "files") for engine in engines for _, query, _, _ in engine.requests)
+    assert all(("file" in query) == (files == "read") for engine in engines for _, query, _, _ in engine.requests)
     expected = dict(backend.policy.named_parameters())
     for engine in engines:
         got: dict[str, torch.Tensor] = {}

@@ -113,11 +113,11 @@ def test_a_bucket_in_a_file_of_this_machine_is_read_from_there(call: Any, second
     half = len(items) // 2
     memory = os.memfd_create("bucket")
     path = f"/proc/{os.getpid()}/fd/{memory}"
-    # The engine has let go of the first content when it answers.
+    # The engine has let go of the first content when it answers, and tells that it read a file.
     for version, part, last in ((3, {}, False), (3, dict(items[:half]), False), (3, dict(items[half:]), True)):
         os.ftruncate(memory, 0)
         os.pwrite(memory, save(part), 0)
-        call(in_file(path, version, last=last))
+        assert call(in_file(path, version, last=last))["file"] == path
     os.close(memory)
     assert call(lambda c: c.weight_version()) == "3"
     by_files = output(call)

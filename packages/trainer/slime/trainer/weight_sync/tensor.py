@@ -3,7 +3,8 @@
 POST {engine}/update_weights_from_tensor?weight_version=N&last=true|false, application/octet-stream. The engine serves
 version N after the bucket with last=true. No more than two buckets are in memory: the one that engines load, and the
 next, which is made meanwhile. Engines on this machine read them from there: the body is empty, and file=PATH in the
-query names the bucket. Where one of them cannot, as in a container of its own, buckets are sent.
+query names the bucket, as does the answer of an engine that read it. Where one does not, because it is in a container
+of its own or knows no files, buckets are sent.
 """
 
 from __future__ import annotations
@@ -81,18 +82,19 @@ class TensorTransport(WeightTransport):
         tried = self._requests.start_each(unknown, _path(version, False, self._files[0]), b"", "an empty bucket")
         wait(tried)
         for engine, answer in zip(unknown, tried, strict=True):
-            error = answer.exception()
+            error: BaseException | str | None = answer.exception()
             if isinstance(error, DeadlineExceeded):
                 self._close_files()
                 raise error
-            if error is None or (isinstance(error, EngineError) and error.value == REFUSED):
-                self._reads[engine.url] = error is None
-                if error is not None:
-                    log.info(
-                        "weights are sent to engine %s, which cannot read them from this process: %s",
-                        engine.name,
-                        error,
-                    )
+            if error is None:
+                content = answer.result()
+                self._reads[engine.url] = isinstance(content, dict) and content.get("file") == self._files[0].path
+                error = "its answer does not name the file"
+            elif isinstance(error, EngineError) and error.value == REFUSED:
+                self._reads[engine.url] = False
+            if self._reads.get(engine.url) is False:
+                name = engine.name
+                log.info("weights are sent to engine %s, which does not read them from this process: %s", name, error)
         # An engine that failed in another way does so again, with a bucket to name.
         return self._files if all(self._reads.get(engine.url) for engine in engines) else []
 

@@ -274,7 +274,8 @@ class EngineServer(ServedModel):
             if file is not None:
                 work = lambda: weights.load_file(file, version, last=is_last)  # noqa: E731
             await asyncio.wrap_future(self.scheduler.between_steps(work))
-        return web.json_response({"success": True, "weight_version": weights.version})
+        # A caller learns from `file` that this engine knows files, which no engine has to.
+        return web.json_response({"success": True, "weight_version": weights.version, "file": file})
 
     async def check_weights(self, request: web.Request) -> web.Response:
         action = (await self.read_json(request)).get("action", "checksum")
