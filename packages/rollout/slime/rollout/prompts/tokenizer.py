@@ -15,7 +15,7 @@ from slime.types.models.vision import vision_of
 # Classes that read tokenizer.json and nothing else, by the names that transformers has given them.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Types of models whose own word on the class AutoTokenizer takes; of others it may know better.
-TRUSTED_TYPES = ("llama", "glm4", "glm4_moe", "gpt_oss", "smollm3")
+TRUSTED_TYPES = ("llama", "glm4", "glm4_moe", "gpt_oss", "qwen3", "qwen3_moe", "smollm3")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
