@@ -15,6 +15,7 @@ from slime.launcher.metrics.files import is_evaluation, read_metrics
 
 # Far beyond what a run takes: a deadline ends what hangs, and must not end what a busy machine makes slow.
 DEADLINE = 600.0
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def quickstart(output_dir: Path, *flags: str, **options) -> subprocess.Popen[str]:
@@ -104,6 +105,17 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_the_end_of(killed: list[psutil.Process]) -> None:
+    """Waits until what a killed launcher started has ended, but ends Ray's agents, which go on reporting its end for a
+    minute to the part of Ray that has ended with it."""
+    agents = [process for process in killed if command_line(process).startswith(RAY_AGENTS)]
+    wait_for(lambda: gone([p for p in killed if p not in agents]), DEADLINE, "every process has ended")
+    for agent in agents:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent.kill()
+    wait_for(lambda: gone(agents), DEADLINE, "Ray's agents have ended")
 
 
 def write_inputs(directory: Path) -> Path:

@@ -18,6 +18,7 @@ from tiny_runs import (
     run_command,
     timeless,
     wait_for,
+    wait_for_the_end_of,
     write_inputs,
 )
 
@@ -74,7 +75,7 @@ def test_a_killed_run_goes_on(inputs: Path, tmp_path: Path) -> None:
     children = descendants(process)
     process.kill()
     finish(process)
-    wait_for(lambda: gone(children), DEADLINE, "every process has ended")
+    wait_for_the_end_of(children)
 
     done = max(steps(out / "checkpoints")) + 1
     load = ("--load", str(out / "checkpoints"))

@@ -11,15 +11,14 @@ import pytest
 from slow_cases import slow
 from tiny_runs import (
     DEADLINE,
-    command_line,
     descendants,
     finish,
-    gone,
     metrics,
     quickstart,
     run,
     timeless,
     wait_for,
+    wait_for_the_end_of,
 )
 
 MEGATRON = ("--train-backend", "megatron")
@@ -63,11 +62,10 @@ def test_a_killed_run_resumes_at_its_layout_and_at_another(
     process = quickstart(tmp_path / "parts", "--num-rollout", "40", *flags, *keep, "--buffer-dir", str(buffer))
     checkpoints = tmp_path / "parts" / "checkpoints"
     wait_for((checkpoints / "iter_0000001").exists, DEADLINE, "the second checkpoint")
-    # Two agents of Ray's own, which touch nothing of the run, take a minute to see that it has been killed.
-    children = [child for child in descendants(process) if "Agent" not in command_line(child)]
+    children = descendants(process)
     process.kill()
     finish(process)
-    wait_for(lambda: gone(children), DEADLINE, "every process of the run has ended")
+    wait_for_the_end_of(children)
     first = max(int(path.name.removeprefix("iter_")) for path in checkpoints.glob("iter_*")) + 1
     assert 2 <= first < ROLLOUTS and len(list(checkpoints.glob("iter_*"))) <= 3
     shutil.copytree(buffer, tmp_path / "copy")
