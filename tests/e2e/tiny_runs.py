@@ -108,8 +108,8 @@ def alive(process: psutil.Process) -> bool:
 
 
 def wait_for_the_end_of(killed: list[psutil.Process]) -> None:
-    """Waits until what a killed launcher started has ended, but ends Ray's agents, which go on reporting its end for a
-    minute to the part of Ray that has ended with it."""
+    """Waits for the end of what a killed launcher started. Kills Ray's agents, which would try to reach its GCS for a
+    minute."""
     agents = [process for process in killed if command_line(process).startswith(RAY_AGENTS)]
     wait_for(lambda: gone([p for p in killed if p not in agents]), DEADLINE, "every process has ended")
     for agent in agents:

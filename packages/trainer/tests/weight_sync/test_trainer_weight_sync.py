@@ -212,6 +212,23 @@ def test_a_failing_engine_aborts_and_is_named(
     assert "engine-1" in rollout.calls[1][2]
 
 
+def test_an_engine_that_reads_no_more_files_fails_the_update_and_is_sent_the_next(
+    model: str, engines: list[StandInEngine]
+):
+    """Another engine may have been started at its address."""
+    backend = Runner(make_settings(model)).backend
+    rollout, transport = StandInRollout([engines[0].describe("engine-0")]), TensorTransport(8_000, 10)
+    push(rollout, transport, 1, backend.named_weights(), 10)
+    engines[0].files = "unknown"
+    engines[0].requests.clear()
+    with pytest.raises(EngineError, match="engine-0 at http.* did not read a bucket"):
+        push(rollout, transport, 2, backend.named_weights(), 10)
+    assert rollout.calls[-1][0] == "abort" and not engines[0].requests
+    sent = push(rollout, transport, 3, backend.named_weights(), 10)
+    transport.close()
+    assert sum(len(body) for *_, body in engines[0].requests) == sent > 0
+
+
 def test_after_an_update_that_failed_the_next_one_is_written_to_other_memory(model: str, engines: list[StandInEngine]):
     """An engine that did not answer in time may still read the memory of the one that failed."""
     backend = Runner(make_settings(model)).backend

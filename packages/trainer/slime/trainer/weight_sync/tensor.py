@@ -47,7 +47,7 @@ class TensorTransport(WeightTransport):
     def send(self, engines: Sequence[Engine], version: int, weights: Weights, *, in_place: bool = False) -> int:
         self.check_engines(engines)
         files = self._files_for(engines, version)
-        sent, under_way = 0, list[Future[Any]]()
+        sent, under_way, read = 0, list[Future[Any]](), None
         try:
             for number, (bucket, last) in enumerate(buckets(weights, self._bucket_bytes)):
                 what = describe(number, bucket, version)
@@ -60,9 +60,9 @@ class TensorTransport(WeightTransport):
                     body = b""
                     sent += file.write(bucket)
                 bucket.clear()
-                wait_for(under_way)
-                under_way = self._requests.start_each(engines, _path(version, last, file), body, what)
-            wait_for(under_way)
+                self._wait_for(engines, under_way, read)
+                under_way, read = self._requests.start_each(engines, _path(version, last, file), body, what), file
+            self._wait_for(engines, under_way, read)
         except BaseException:
             # No bucket of an update that fails may arrive in the next one, and an engine that did not answer in time
             # may read a file still.
@@ -82,21 +82,31 @@ class TensorTransport(WeightTransport):
         tried = self._requests.start_each(unknown, _path(version, False, self._files[0]), b"", "an empty bucket")
         wait(tried)
         for engine, answer in zip(unknown, tried, strict=True):
-            error: BaseException | str | None = answer.exception()
+            error = answer.exception()
             if isinstance(error, DeadlineExceeded):
                 self._close_files()
                 raise error
             if error is None:
-                content = answer.result()
-                self._reads[engine.url] = isinstance(content, dict) and content.get("file") == self._files[0].path
-                error = "its answer does not name the file"
+                self._reads[engine.url] = _names(answer.result(), self._files[0])
             elif isinstance(error, EngineError) and error.value == REFUSED:
                 self._reads[engine.url] = False
             if self._reads.get(engine.url) is False:
-                name = engine.name
-                log.info("weights are sent to engine %s, which does not read them from this process: %s", name, error)
+                reason = error or "its answer does not name the file"
+                log.info("engine %s does not read weights from this process, so they are sent: %s", engine.name, reason)
         # An engine that failed in another way does so again, with a bucket to name.
         return self._files if all(self._reads.get(engine.url) for engine in engines) else []
+
+    def _wait_for(self, engines: Sequence[Engine], answers: Sequence[Future[Any]], file: BucketFile | None) -> None:
+        """Waits until all engines have a bucket, which was in `file` or sent. Raises EngineError for one that has not:
+        another may have taken the place of the one that was tried."""
+        wait_for(answers)
+        for engine, answer in zip(engines, answers, strict=False):
+            if file is not None and not _names(answer.result(), file):
+                del self._reads[engine.url]
+                raise EngineError(
+                    f"engine {engine.name} at {engine.url} did not read a bucket from {file.path}", field=engine.name,
+                    value=answer.result(), expected="an answer that names the file",
+                )  # fmt: skip
 
     def close(self) -> None:
         self._requests.close()
@@ -110,3 +120,7 @@ class TensorTransport(WeightTransport):
 def _path(version: int, last: bool, file: BucketFile | None) -> str:
     named = {} if file is None else {"file": file.path}
     return f"/update_weights_from_tensor?{urlencode({'weight_version': version, 'last': str(last).lower()} | named)}"
+
+
+def _names(answer: Any, file: BucketFile) -> bool:
+    return isinstance(answer, dict) and answer.get("file") == file.path
