@@ -208,6 +208,31 @@ def test_a_start_that_is_told_to_end_leaves_nothing(monkeypatch: pytest.MonkeyPa
     assert len(started) == 1 and not psutil.pid_exists(started[0].pid)
 
 
+def test_a_signal_that_comes_when_ray_has_set_its_own_handlers_ends_a_start() -> None:
+    script = """if True:
+        import os, signal
+        from ray import _raylet
+        from slime.launcher.platform.ray_cluster import ray_cluster
+        from slime.launcher.platform.signals import Terminated, terminate_as_interrupt
+        connect = _raylet.CoreWorker
+        def connect_and_be_told_to_end(*args):
+            worker = connect(*args)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return worker
+        _raylet.CoreWorker = connect_and_be_told_to_end
+        try:
+            with terminate_as_interrupt(), ray_cluster(None, num_cpus=1):
+                print("started")
+        except Terminated:
+            print("terminated, to be aborted in", signal.alarm(0), "s")  # by Ray's handler; 0 for never
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout) == (0, "terminated, to be aborted in 0 s\n"), done.stderr
+
+
 def test_a_cluster_that_is_not_there_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**options: Any) -> None:
         raise ConnectionError("Failed to connect to Ray cluster\nand much more")

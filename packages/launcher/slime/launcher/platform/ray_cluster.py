@@ -15,7 +15,7 @@ import psutil
 
 from slime.launcher.platform import probes
 from slime.launcher.platform.ray_access import check_that_ray_asks_for_its_token, own_cluster, private_directory
-from slime.launcher.platform.ray_processes import few_processes
+from slime.launcher.platform.ray_processes import few_processes, no_signal_handler_of_ray
 from slime.launcher.platform.signals import deferred, farewell, uninterrupted
 from slime.rollout.engines.gpus import visible_gpus
 from slime.types.addresses import split_address
@@ -61,8 +61,8 @@ def ray_cluster(
 
     stack = ExitStack()
     try:
-        # Ray's own signal handler would abort this process, and an interrupted start leaves processes behind.
-        with deferred(PATIENCE_SECONDS, abandon):
+        # An interrupted start leaves processes behind.
+        with deferred(PATIENCE_SECONDS, abandon), no_signal_handler_of_ray():
             if address:
                 _join(address, options)
             else:

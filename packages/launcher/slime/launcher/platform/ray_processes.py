@@ -1,9 +1,10 @@
-"""Starts Ray for one run without the processes that serve clusters: autoscaler, dashboard, log monitor, metrics."""
+"""Starts Ray for one run without the processes that serve clusters, autoscaler, dashboard, log monitor and metrics, and
+without its signal handler in this process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,20 +21,41 @@ def few_processes() -> Iterator[None]:
     `ray.init` has no arguments for this. The agent of a node, which Ray requires, starts without its servers, as it
     does if the packages of `ray[default]` are missing. A version of Ray that has these parts elsewhere starts them all.
     """
-    replacements = list(_replacements())
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements if hasattr(owner, name)]
-    for owner, name, replacement in replacements:
-        if hasattr(owner, name):
-            setattr(owner, name, replacement)
     workers_beforehand = os.environ.get(WORKERS_BEFOREHAND)
     os.environ.setdefault(WORKERS_BEFOREHAND, "0")
     try:
-        yield
+        with _replaced(_replacements()):
+            yield
     finally:
         if workers_beforehand is None:
             del os.environ[WORKERS_BEFOREHAND]
-        for owner, name, function in before:
-            setattr(owner, name, function)
+
+
+@contextmanager
+def no_signal_handler_of_ray() -> Iterator[None]:
+    """Keeps Ray from handling signals in this process. Its own processes still write where they crashed.
+
+    A SIGTERM that came to Ray's handler before the end of `ray.init` would abort this process 3 s later, also while it
+    stops what it has started. Ray 2.52 has no such setting.
+    """
+    from ray._private import ray_constants
+
+    with _replaced([(ray_constants, "RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True)]):
+        yield
+
+
+@contextmanager
+def _replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replaces those attributes, (module or class, name, value), that this version of Ray has."""
+    existing = [replacement for replacement in replacements if hasattr(*replacement[:2])]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in existing]
+    for owner, name, value in existing:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
