@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
-from trainer_tiny import Runner, make_settings
+from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer.step import step
 from slime.trainer.step.micro_batches import MicroBatches
@@ -65,3 +67,27 @@ def test_rows_are_packed_between_passes(
         events = [event for event in events if event != "score"]
     assert events[:4] == first
     assert events.count("pack") == events.count("train") > 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train_backend": "megatron"},
+        {"use_dynamic_batch_size": False, "micro_batch_size": 2},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": "model"},
+    ],
+)
+def test_the_samples_of_a_step_are_freed_when_it_ends(model: str, settings: dict[str, Any]) -> None:
+    if settings.get("ref_load"):
+        settings = settings | {"ref_load": model}
+    runner, samples = Runner(make_settings(model, **settings)), make_samples()
+    kept = [weakref.ref(sample) for sample in samples]
+    gc.collect()
+    gc.disable()
+    try:
+        runner.run(samples=samples)
+        del samples
+        assert not [reference for reference in kept if reference() is not None]
+    finally:
+        gc.enable()

@@ -45,7 +45,7 @@ def session(config: RunConfig, report: Report) -> Iterator[Services]:
             for note in run.notes:
                 report.note(note)
             # Every process of a run, this one too, is the run's own.
-            spare_long_lived()
+            spare_long_lived(collect_rarely=True)
             yield run
             if run.num_rollout:
                 run.export(report.output_dir / "model")

@@ -32,19 +32,20 @@ class Work:
     """This rank's micro-batches of an update and their targets; None where the rank has no samples.
 
     scored: the same samples in the micro-batches of passes that only compute log-probs, often `batches` itself.
-    samples: by position. prepare: makes the targets of a micro-batch that has none yet, by its number.
+    samples: by position. prepare: makes the targets of a micro-batch that has none yet, by its number; it gets this
+    object as an argument, because one that refers to it would keep all samples until a collection of garbage.
     """
 
     batches: Batches
     targets: list[Targets | None]
     scored: Batches
     samples: dict[int, Sample]
-    prepare: Callable[[int], Targets | None] | None = None
+    prepare: Callable[[Work, int], Targets | None] | None = None
 
     def target(self, number: int) -> Targets | None:
         """Returns the targets of a micro-batch."""
         if self.targets[number] is None and self.prepare is not None:
-            self.targets[number] = self.prepare(number)
+            self.targets[number] = self.prepare(self, number)
         return self.targets[number]
 
     def pairs(self) -> Iterator[tuple[PackedBatch, Targets]]:
@@ -85,7 +86,7 @@ class Preparation:
             return {}
         if self._are_alone(len(updates)):
             for number, work in enumerate(updates):
-                work.prepare = functools.partial(self._alone, work, moved=number > 0)
+                work.prepare = functools.partial(self._alone, moved=number > 0)
             return {}
         metrics = self._score_all(updates)
         self.ranks.together(lambda: self._estimate_all(updates))
