@@ -1,7 +1,7 @@
 """Groups a second through the buffer's stores: SQLite, PostgreSQL and an object store, side by side.
 
-    python benchmarks/buffer/stores.py [--json] [--groups 200] [--samples 8] [--tokens 1024] [--workers 4]
-        [--repeats 5] [--durability process|power] [--postgresql URL] [--s3 URL]
+    python benchmarks/buffer/stores.py [--json] [--groups 200] [--samples 8] [--tokens 1024] [--prompt 10]
+        [--workers 4] [--repeats 5] [--durability process|power] [--postgresql URL] [--s3 URL]
 
 Every group goes from its prompt to a commit: `--workers` threads lease groups one at a time and complete them, then a
 trainer seals a step of all of them, reads it, acknowledges and commits it, which deletes its samples. Each buffer is a
@@ -134,7 +134,8 @@ def timed(seconds: list[float]) -> Iterator[None]:
 
 def turn(client: BufferClient, step: int, options: argparse.Namespace) -> dict[str, float]:
     """Returns groups a second, and milliseconds: of a lease and of a completion, medians; of training, per group."""
-    client.add_prompts([f"{step}-{number}" for number in range(options.groups)], key=str(step))
+    prompts = [f"{step}-{number} ".ljust(options.prompt, "x") for number in range(options.groups)]
+    client.add_prompts(prompts, key=str(step))
     left = iter(range(options.groups))
     lock = threading.Lock()
     seconds: dict[str, list[float]] = {"lease": [], "complete": []}
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=200, help="Groups of a turn (default: 200)")
     parser.add_argument("--samples", type=int, default=8, help="Samples of a group (default: 8)")
     parser.add_argument("--tokens", type=int, default=1024, help="Tokens of a sample (default: 1024)")
+    parser.add_argument("--prompt", type=int, default=10, help="Characters of a prompt, at least (default: 10)")
     parser.add_argument("--workers", type=int, default=4, help="Threads that lease and complete (default: 4)")
     parser.add_argument("--repeats", type=int, default=5, help="Turns of each store (default: 5)")
     parser.add_argument(

@@ -12,8 +12,9 @@ from buffer_samples import complete, finish
 
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
+from slime.buffer.store.sql import ADDED, INDEXES, SCHEMA
 from slime.types.clients import BufferClient
-from slime.types.errors import DataLoss, InvalidFile
+from slime.types.errors import DataLoss, InvalidFile, OutOfSpace
 
 
 @pytest.fixture
@@ -118,22 +119,102 @@ def test_a_replayed_step_is_checked_when_the_run_is_opened(settings, directory, 
         assert [s.group_index for s in client.seal_step(0, 2)] == [1, 2]
 
 
-def test_payloads_of_an_older_version_have_no_checksums(settings, directory):
+VERSION_3 = """
+CREATE TABLE groups (
+    group_index INTEGER PRIMARY KEY, dataset TEXT NOT NULL, state TEXT NOT NULL, template BLOB NOT NULL,
+    first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+    payload TEXT, sizes TEXT NOT NULL, checksums TEXT NOT NULL, payload_bytes INTEGER NOT NULL, summaries BLOB,
+    worker TEXT, token TEXT, expires_at REAL, attempt INTEGER NOT NULL,
+    ended_token TEXT, ended_by TEXT, step INTEGER, reject_reason TEXT, weight_version INTEGER
+);
+"""
+TO_VERSION_3 = f"""
+ALTER TABLE groups RENAME TO groups_4; {VERSION_3}
+INSERT INTO groups SELECT
+    group_index, dataset, state, template, first_sample, num_samples, payload, sizes, checksums, payload_bytes,
+    summaries, worker, token, expires_at, attempt, ended_token, ended_by, step, reject_reason, weight_version
+FROM groups_4 LEFT JOIN group_templates USING (group_index) LEFT JOIN group_summaries USING (group_index);
+DROP TABLE groups_4; {INDEXES}
+DROP TABLE group_templates; DROP TABLE group_summaries; PRAGMA user_version = 3;
+"""
+TO_VERSION_1 = """
+ALTER TABLE groups DROP COLUMN checksums; ALTER TABLE prompt_batches DROP COLUMN digest;
+ALTER TABLE groups DROP COLUMN weight_version; PRAGMA user_version = 1;
+"""
+
+
+def columns(database: sqlite3.Connection) -> dict[str, list[tuple]]:
+    """Returns the columns of each table and index. `prompt_batches` has got one of its columns later."""
+    names = [name for (name,) in database.execute("SELECT name FROM sqlite_schema")]
+    found = {name: database.execute(f"SELECT * FROM pragma_table_xinfo('{name}')").fetchall() for name in names}
+    found |= {
+        f"index {name}": database.execute(f"SELECT * FROM pragma_index_xinfo('{name}')").fetchall() for name in names
+    }
+    database.close()
+    return found
+
+
+@pytest.mark.parametrize("older", [TO_VERSION_3, TO_VERSION_3 + TO_VERSION_1], ids=["3", "1"])
+def test_a_database_of_an_older_version_is_brought_to_this_version(settings, directory, older):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
         complete(client, 2)
+        (lease,) = client.lease_groups(1)
         client.add_prompts(["mine"], key="k")
     connection = sqlite3.connect(directory / "state.sqlite")
-    connection.executescript(
-        "ALTER TABLE groups DROP COLUMN checksums; ALTER TABLE prompt_batches DROP COLUMN digest;"
-        "ALTER TABLE groups DROP COLUMN weight_version;"
-        "PRAGMA user_version = 1;"
-    )
+    connection.executescript(older)
     connection.close()
+    for _ in range(2):
+        with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
+            client.get_run()
+            assert len(list(client.read_step(0, range(len(client.seal_step(0, 2)))))) == 2
+            # Version 1 has no digests of prompts.
+            same = "mine" if older == TO_VERSION_3 else "whatever"
+            assert client.add_prompts([same], key="k").duplicate
+            assert [group.group_index for group in client.list_groups(["ready"])] == [3]
+    fresh = sqlite3.connect(":memory:")
+    fresh.executescript(SCHEMA + ";".join(ADDED))
+    assert columns(sqlite3.connect(directory / "state.sqlite")) == columns(fresh)
+    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
+        client.get_run()
+        client.complete_group(lease.token, finish(lease.group.samples))
+        assert [sample.prompt for sample in lease.group.samples] == ["q2"]
+
+
+def test_groups_that_lost_their_prompts_are_an_error(settings, directory):
+    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
+        client.open_run("run")
+        complete(client, 2)
+    with sqlite3.connect(directory / "state.sqlite") as connection:
+        connection.execute("DELETE FROM group_templates WHERE group_index = 1")
+    connection.close()
+    with pytest.raises(InvalidFile, match="is damaged: groups lack their prompts: restore a backup"):
+        serve(BufferSettings(**settings))
+
+
+def test_a_disk_that_is_too_full_for_a_newer_version_is_named_and_nothing_is_lost(settings, directory, monkeypatch):
+    with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
+        client.open_run("run")
+        client.add_prompts(["x" * 100_000], key="k")
+        complete(client, 2)
+    with sqlite3.connect(directory / "state.sqlite") as connection:
+        connection.executescript(TO_VERSION_3 + "VACUUM;")
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.close()
+    connect = sqlite3.connect
+
+    def small(*arguments: object, **options: object) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.execute(f"PRAGMA max_page_count = {pages + 3}")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", small)
+    with pytest.raises(OutOfSpace, match="state.sqlite: database or disk is full"):
+        serve(BufferSettings(**settings))
+    monkeypatch.undo()
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.get_run()
         assert len(list(client.read_step(0, range(len(client.seal_step(0, 2)))))) == 2
-        assert client.add_prompts(["whatever"], key="k").duplicate
 
 
 def remove(path: Path) -> None:

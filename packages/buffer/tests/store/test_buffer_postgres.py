@@ -51,15 +51,19 @@ def fill(settings: dict[str, Any], groups: int = 3) -> None:
     ("damage", "message"),
     [
         (
-            "DROP TABLE groups, steps, prompt_batches, evaluation_prompts, state, seal_records, buffer_meta",
+            "DROP TABLE groups, group_templates, group_summaries, steps, prompt_batches, evaluation_prompts, state, "
+            "seal_records, buffer_meta",
             "it is empty",
         ),
         ("DROP TABLE groups", "it has no table groups"),
+        ("DROP TABLE group_templates, group_summaries", "it has no table group_summaries, group_templates"),
         ("DROP TABLE buffer_meta", "it has no table buffer_meta"),
         ("DELETE FROM buffer_meta", "buffer_meta has 0 rows"),
         ("DELETE FROM state; DELETE FROM groups", "not those of"),
         ("DELETE FROM groups", "is older than 3 payloads"),
-        ("UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 3"),
+        ("DELETE FROM group_templates WHERE group_index = 1", "groups lack their prompts"),
+        ("DROP TABLE group_templates; UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 4"),
+        ("UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 4"),
     ],
 )
 def test_a_database_that_lost_something_is_an_error_and_no_sample_is_touched(settings, execute, damage, message):
@@ -71,6 +75,29 @@ def test_a_database_that_lost_something_is_an_error_and_no_sample_is_touched(set
         with pytest.raises(InvalidFile, match=message):
             serve(BufferSettings(**settings))
     assert sorted(directory.rglob("*")) == before
+
+
+def test_a_database_of_version_3_is_brought_to_this_version(settings, execute):
+    fill(settings)
+    execute(
+        "ALTER TABLE groups ADD COLUMN template BYTEA, ADD COLUMN summaries BYTEA;"
+        "UPDATE groups SET template = t.template FROM group_templates t WHERE t.group_index = groups.group_index;"
+        "UPDATE groups SET summaries = s.summaries FROM group_summaries s WHERE s.group_index = groups.group_index;"
+        "ALTER TABLE groups ALTER COLUMN template SET NOT NULL;"
+        "DROP TABLE group_templates, group_summaries; UPDATE buffer_meta SET version = 3"
+    )
+    for _ in range(2):
+        with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
+            client.open_run("run")
+            assert len(client.seal_step(0, 3)) == len(list(client.read_step(0, range(3)))) == 3
+    columns = "SELECT column_name FROM information_schema.columns WHERE table_name = 'groups'"
+    assert not {("template",), ("summaries",)} & {*execute(f"{columns} AND table_schema = current_schema()")}
+
+
+def test_a_plan_of_an_empty_table_is_not_kept_for_a_full_one(settings):
+    with serve(BufferSettings(**settings)) as service:
+        ((mode,),) = service.buffer.store._rows("SHOW plan_cache_mode")
+    assert mode == "force_custom_plan"
 
 
 def test_samples_of_another_buffer_are_an_error(settings, postgres):

@@ -108,11 +108,12 @@ def test_a_sealed_group_has_its_payload_size_and_summaries_without_a_group_being
         client.add_prompts([f"prompt {number}" for number in range(3)])
         complete(client, 3)
         store = service.buffer.store
-        fields = CompletedGroup._fields
-        groups = [
-            tuple(sum(group.sizes) if name == "payload_bytes" else getattr(group, name) for name in fields)
-            for group in store.groups()
+        groups = store.completed_groups()
+        assert [CompletedGroup(g.group_index, g.payload, sum(g.sizes), None) for g in store.groups()] == [
+            group._replace(summaries=None) for group in groups
         ]
+        decoded = [buffer_pb2.SealStepResponse.FromString(group.summaries).samples for group in groups]
+        assert [[sample.index for sample in samples] for samples in decoded] == [[0, 1], [2, 3], [4, 5]]
         assert store.completed_groups() == store.completed_groups(indexes=[2, 0, 1]) == groups
         assert store.completed_groups(limit=2) == groups[:2]
         monkeypatch.setattr(store, "groups", None)
@@ -167,6 +168,47 @@ def test_sealing_a_step_reads_no_group_that_was_rejected_for_an_earlier_one(tmp_
     assert counts[1] < counts[0] + 100
 
 
-def group(index: int, state: State, step: int | None = None) -> Group:
+def test_a_page_of_groups_takes_no_longer_where_many_wait(tmp_path: Path) -> None:
+    """Counted as in the test before; a start reads all groups that may have samples in such pages."""
+    counts = []
+    for waiting in (200, 5000):
+        store = SqliteStore(tmp_path / f"{waiting}.sqlite")
+        with store.transaction():
+            store.insert_groups([group(index, State.READY, template=b"prompt") for index in range(waiting)])
+        ticks: list[None] = []
+        store._connection.set_progress_handler(partial(ticks.append, None), 100)
+        found = store.groups(states=[State.READY, State.LEASED, State.COMPLETED], after=10, limit=64)
+        store._connection.set_progress_handler(None, 1)
+        assert [each.group_index for each in found] == [*range(11, 75)]
+        assert {each.template for each in found} == {b"prompt"}
+        counts.append(len(ticks))
+        store.close()
+    assert counts[1] < 2 * counts[0]
+
+
+def test_a_group_that_changes_its_state_does_not_write_its_prompt_again(tmp_path: Path) -> None:
+    groups, prompt, samples = 32, 20_000, b"s" * 5_000
+    store = SqliteStore(tmp_path / "state.sqlite")
+    steps = Steps(store, None, release_committed=True)  # type: ignore[arg-type]
+    store._connection.execute("PRAGMA wal_autocheckpoint = 0")
+    with store.transaction():
+        store.insert_groups([group(index, State.READY, template=b"p" * prompt) for index in range(groups)])
+        store.update_groups(range(groups), state=State.COMPLETED, summaries=samples)
+    log = tmp_path / "state.sqlite-wal"
+    before = log.stat().st_size
+    assert before > groups * (prompt + len(samples))
+    with store.transaction():
+        steps.seal(0, groups, lambda groups: True)
+    with store.transaction():
+        steps.acknowledge(0)
+    assert log.stat().st_size - before < groups * prompt / 10
+    with store.transaction():
+        assert steps.commit(0) == []
+    assert [(g.template, g.state) for g in store.groups()] == [(b"p" * prompt, State.COMMITTED)] * groups
+    assert {g.summaries for g in store.completed_groups(indexes=range(groups))} == {None}
+    store.close()
+
+
+def group(index: int, state: State, step: int | None = None, template: bytes = b"") -> Group:
     reason = "zero_std" if state is State.REJECTED else None
-    return Group(index, "train", state, b"", index, 1, step=step, reject_reason=reason)
+    return Group(index, "train", state, template, index, 1, step=step, reject_reason=reason)

@@ -28,8 +28,10 @@ ATTEMPTS = 5
 
 
 def check(settings: BufferSettings) -> list[str]:
-    """Lists the problems of a buffer that is not served, and changes nothing. Raises ConfigError for a database that is
-    gone, damaged or in use, and for samples that belong to another database."""
+    """Lists the problems of a buffer that is not served, and changes nothing but the schema of an earlier version.
+
+    Raises ConfigError for a database that is gone, damaged or in use, and for samples that belong to another database.
+    """
     with _opened(settings) as (storage, quarantine):
         problems = []
         after: int | None = None

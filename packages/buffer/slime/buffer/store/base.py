@@ -33,13 +33,12 @@ class State(enum.StrEnum):
 
 @dataclass
 class Group:
-    """One row of `groups`.
+    """A group, without the summaries of its samples.
 
     template: an encoded Sample without indexes, from which each sample of the group starts.
     first_sample, num_samples: sample indexes are [first_sample, first_sample + num_samples).
     payload: name of the samples in Payloads, None while they equal the template; sizes: bytes of each sample;
     checksums: CRC-32 of each sample, none if an older version of slime stored them.
-    summaries: an encoded SealStepResponse with the summaries of this group, once completed.
     weight_version: version of the group's oldest token, if known.
     ended_token, ended_by: the latest lease that a call of its holder ended ("return", "complete" or "reject"), or that
     a step ended by rejecting the group ("stale").
@@ -54,7 +53,6 @@ class Group:
     payload: str | None = None
     sizes: tuple[int, ...] = ()
     checksums: tuple[int, ...] = ()
-    summaries: bytes | None = None
     worker: str | None = None
     token: str | None = None
     expires_at: float | None = None
@@ -69,7 +67,8 @@ class Group:
 class CompletedGroup(NamedTuple):
     """The columns that `Steps` reads of all groups of a step, in a fraction of the time that `Group` objects take.
 
-    payload_bytes: the sum of `Group.sizes`; the others are as in `Group`.
+    payload_bytes: the sum of `Group.sizes`; summaries: an encoded SealStepResponse with the summaries of this group's
+    samples, once completed; the others are as in `Group`.
     """
 
     group_index: int
@@ -125,7 +124,8 @@ class Store(ABC):
     def insert_groups(self, groups: Sequence[Group]) -> None: ...
 
     @abstractmethod
-    def update_groups(self, indexes: Iterable[int], **columns: Any) -> None: ...
+    def update_groups(self, indexes: Iterable[int], **columns: Any) -> None:
+        """Sets fields of `Group` other than its template, or `summaries`."""
 
     @abstractmethod
     def groups(

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 from slime.buffer.store.base import State, Wait
-from slime.buffer.store.postgres_session import DAMAGED, OUTAGE_SECONDS, PASSING, PostgresSession, line
-from slime.buffer.store.sql import ADDED, SCHEMA, TABLES, VERSION, SqlStore
+from slime.buffer.store.postgres_session import DAMAGED, DISK_FULL, OUTAGE_SECONDS, PASSING, PostgresSession, line
+from slime.buffer.store.sql import (
+    ADDED,
+    CONTENT_TABLES,
+    CONTENTS,
+    FILL_CONTENTS,
+    LACKS_TEMPLATES,
+    SCHEMA,
+    TABLES,
+    VERSION,
+    SqlStore,
+)
 from slime.buffer.store.urls import STORE
 from slime.types.errors import (
     DataLoss,
@@ -23,9 +34,13 @@ from slime.types.errors import (
     counted,
 )
 
+log = logging.getLogger(__name__)
+
 META = "CREATE TABLE buffer_meta (version INTEGER NOT NULL, epoch INTEGER NOT NULL, server TEXT)"
+FROM_3 = (
+    f"{CONTENTS} {FILL_CONTENTS.format(groups='groups')} ALTER TABLE groups DROP COLUMN template, DROP COLUMN summaries"
+)
 TYPES = {"INTEGER": "BIGINT", "BLOB": "BYTEA", "REAL": "DOUBLE PRECISION", "TEXT": 'TEXT COLLATE "C"'}
-DISK_FULL = "53100"
 CLOSE_SECONDS = 10.0
 
 
@@ -86,8 +101,12 @@ class PostgresStore(SqlStore):
             )
         query = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)"
         found = {name for (name,) in connection.execute(query, [["buffer_meta", *TABLES]])}
-        missing = {"buffer_meta", *TABLES} - found
         with connection.transaction():
+            if "buffer_meta" in found:
+                self._check_version()
+            missing = {"buffer_meta", *TABLES} - found
+            if missing == {*CONTENT_TABLES}:
+                missing -= self._migrated()
             if not found:
                 if has_payloads():
                     raise self._lost("it is empty")
@@ -95,7 +114,7 @@ class PostgresStore(SqlStore):
                     raise MissingFile(
                         f"no buffer in {self.name}", field=STORE, value=self.name, expected="the database of a run"
                     )
-                for statement in [META, *SCHEMA.split(";")]:
+                for statement in (META, SCHEMA):
                     connection.execute(_translated_types(statement))
                 connection.execute("INSERT INTO buffer_meta VALUES (%s, 0, NULL)", [VERSION])
             elif missing:
@@ -108,7 +127,21 @@ class PostgresStore(SqlStore):
                 "UPDATE buffer_meta SET epoch = epoch + 1, server = %s RETURNING epoch", [self._session.server]
             ).fetchone()
 
-    def _check_state(self) -> None:
+    def _migrated(self) -> set[str]:
+        """Brings a schema of version 3 to this version, and returns the tables that this adds."""
+        connection = self._session.connection
+        if connection.execute("SELECT version FROM buffer_meta").fetchall() != [(3,)]:
+            return set()
+        log.info(
+            "bringing %s to schema version %d; this waits for sessions that read it, such as pg_dump",
+            self.name,
+            VERSION,
+        )
+        connection.execute(_translated_types(FROM_3))
+        connection.execute("UPDATE buffer_meta SET version = %s", [VERSION])
+        return {*CONTENT_TABLES}
+
+    def _check_version(self) -> None:
         rows = self._session.connection.execute("SELECT version FROM buffer_meta").fetchall()
         if len(rows) != 1:
             raise self._lost(f"its table buffer_meta has {counted(len(rows), 'row')}")
@@ -117,9 +150,13 @@ class PostgresStore(SqlStore):
                 f"{self.name}: schema version {rows[0][0]}, expected at most {VERSION}: made by a newer slime-buffer",
                 field=STORE, value=rows[0][0], expected=f"at most {VERSION}",
             )  # fmt: skip
+
+    def _check_state(self) -> None:
         # Reads every row, values stored out of line included: a damaged page raises an error.
         for table in TABLES:
             self._session.connection.execute(f"SELECT count(hashtext(t::text)) FROM {table} t")
+        if self._session.connection.execute(LACKS_TEMPLATES).fetchone()[0]:
+            raise self._lost("groups lack their prompts")
 
     def _lost(self, problem: str) -> InvalidFile:
         return InvalidFile(

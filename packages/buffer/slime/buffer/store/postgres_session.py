@@ -25,6 +25,7 @@ from slime.types.errors import (
     InvalidSetting,
     MissingFile,
     NotAvailable,
+    OutOfSpace,
     SlimeError,
     Unavailable,
 )
@@ -50,6 +51,7 @@ SESSION = {
 # Classes of SQLSTATE worth a retry: connection, resources, operator intervention, conflicts, read-only.
 PASSING = ("08", "53", "57", "40", "25", "55")
 DAMAGED = ("XX", "58")
+DISK_FULL = "53100"
 
 
 class StandbyEnded(SlimeError):
@@ -125,6 +127,9 @@ class PostgresSession:
                     STORE, "a database in UTF-8", got=self.name, reason=f"its encoding is {encoding}"
                 )
             session = SESSION | ({"idle_session_timeout": "0"} if connection.info.server_version >= 140000 else {})
+            if connection.info.server_version >= 120000:
+                # A plan that is made while a table is empty would serve until the next vacuum, however full it is then.
+                session["plan_cache_mode"] = "force_custom_plan"
             (commit,) = connection.execute("SHOW synchronous_commit").fetchone()
             if commit == "off":
                 session["synchronous_commit"] = "on"
@@ -242,6 +247,8 @@ class PostgresSession:
                 f"{self.name} is damaged: {line(error)}: restore a backup",
                 field=STORE, value=self.name, expected="the whole state of a buffer",
             )  # fmt: skip
+        if state == DISK_FULL:
+            return OutOfSpace(f"{self.name}: {line(error)}", field=STORE, value=self.name, expected="free space")
         return InvalidSetting(
             f"{STORE} {self.name}: {line(error)}", field=STORE, value=self.name, expected="a database that answers"
         )

@@ -11,21 +11,31 @@ from typing import Any
 
 from slime.buffer.store.base import CompletedGroup, Group, State, Step, Store
 
-VERSION = 3
-# In the types of SQLite; another database translates them.
-SCHEMA = """
+VERSION = 4
+# In the types of SQLite; another database translates them. A group changes its state five times or more, and a database
+# writes a row anew for each change: the prompt and the summaries, which change once, have tables of their own.
+GROUPS = """
 CREATE TABLE groups (
-    group_index INTEGER PRIMARY KEY, dataset TEXT NOT NULL, state TEXT NOT NULL, template BLOB NOT NULL,
+    group_index INTEGER PRIMARY KEY, dataset TEXT NOT NULL, state TEXT NOT NULL,
     first_sample INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-    payload TEXT, sizes TEXT NOT NULL, checksums TEXT NOT NULL, payload_bytes INTEGER NOT NULL, summaries BLOB,
+    payload TEXT, sizes TEXT NOT NULL, checksums TEXT NOT NULL, payload_bytes INTEGER NOT NULL,
     worker TEXT, token TEXT, expires_at REAL, attempt INTEGER NOT NULL,
     ended_token TEXT, ended_by TEXT, step INTEGER, reject_reason TEXT, weight_version INTEGER
 );
+"""
+INDEXES = """
 CREATE INDEX groups_of_state ON groups (state, group_index);
 CREATE INDEX groups_of_step ON groups (step) WHERE step IS NOT NULL;
 CREATE INDEX groups_of_expiry ON groups (expires_at) WHERE expires_at IS NOT NULL;
 CREATE UNIQUE INDEX groups_of_token ON groups (token) WHERE token IS NOT NULL;
 CREATE UNIQUE INDEX groups_of_ended_token ON groups (ended_token) WHERE ended_token IS NOT NULL;
+"""
+CONTENTS = """
+CREATE TABLE group_templates (group_index INTEGER PRIMARY KEY, template BLOB NOT NULL);
+CREATE TABLE group_summaries (group_index INTEGER PRIMARY KEY, summaries BLOB NOT NULL);
+"""
+SCHEMA = f"""
+{GROUPS} {INDEXES} {CONTENTS}
 CREATE TABLE steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, group_indexes TEXT NOT NULL, plan TEXT);
 CREATE TABLE prompt_batches (
     key TEXT PRIMARY KEY, added INTEGER NOT NULL, first INTEGER NOT NULL, digest TEXT
@@ -34,6 +44,11 @@ CREATE TABLE evaluation_prompts (
     dataset TEXT NOT NULL, position INTEGER NOT NULL, template BLOB NOT NULL, PRIMARY KEY (dataset, position)
 );
 CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+# From version 3, whose groups have these columns in their own table, to the tables of CONTENTS.
+FILL_CONTENTS = """
+INSERT INTO group_templates SELECT group_index, template FROM {groups};
+INSERT INTO group_summaries SELECT group_index, summaries FROM {groups} WHERE summaries IS NOT NULL;
 """
 # Added after version 1; older readers do not depend on them.
 ADDED = (
@@ -44,12 +59,22 @@ ADDED = (
     "CREATE INDEX IF NOT EXISTS groups_rejected_in_no_step ON groups (state, step) "
     "WHERE state = 'rejected' AND step IS NULL",
 )
-TABLES = ("groups", "steps", "prompt_batches", "evaluation_prompts", "state", "seal_records")
+CONTENT_TABLES = ("group_templates", "group_summaries")
+TABLES = ("groups", *CONTENT_TABLES, "steps", "prompt_batches", "evaluation_prompts", "state", "seal_records")
+# True where groups have lost their prompts.
+LACKS_TEMPLATES = "SELECT (SELECT count(*) FROM groups) > (SELECT count(*) FROM group_templates)"
 LISTS = ("sizes", "checksums")
 _scan = json.JSONDecoder().raw_decode
 GROUP_COLUMNS = tuple(field.name for field in fields(Group))
-SELECT_GROUPS = f"SELECT {', '.join(GROUP_COLUMNS)} FROM groups "
-INSERT_GROUP = f"INSERT INTO groups ({', '.join(GROUP_COLUMNS)}, payload_bytes) VALUES ({'?, ' * len(GROUP_COLUMNS)}?)"
+SELECT_GROUPS = f"SELECT {', '.join(GROUP_COLUMNS)} FROM groups LEFT JOIN group_templates USING (group_index) "
+# The first of many: SQLite would sort all rows of a join before it takes them.
+TEMPLATE = "(SELECT template FROM group_templates c WHERE c.group_index = groups.group_index)"
+SELECT_FIRST_GROUPS = f"SELECT {', '.join(GROUP_COLUMNS).replace('template', TEMPLATE)} FROM groups "
+SELECT_COMPLETED = (
+    f"SELECT {', '.join(CompletedGroup._fields)} FROM groups LEFT JOIN group_summaries USING (group_index) "
+)
+OWN_COLUMNS = tuple(name for name in GROUP_COLUMNS if name != "template")
+INSERT_GROUP = f"INSERT INTO groups ({', '.join(OWN_COLUMNS)}, payload_bytes) VALUES ({'?, ' * len(OWN_COLUMNS)}?)"
 
 
 class SqlStore(Store):
@@ -94,19 +119,36 @@ class SqlStore(Store):
     def insert_groups(self, groups: Sequence[Group]) -> None:
         self._many(
             INSERT_GROUP,
-            [(*(_column(name, getattr(group, name)) for name in GROUP_COLUMNS), sum(group.sizes)) for group in groups],
+            [(*(_column(name, getattr(group, name)) for name in OWN_COLUMNS), sum(group.sizes)) for group in groups],
+        )
+        self._many(
+            "INSERT INTO group_templates VALUES (?, ?)", [(group.group_index, group.template) for group in groups]
         )
 
     def update_groups(self, indexes: Iterable[int], **columns: Any) -> None:
+        indexes = list(indexes)
+        if "summaries" in columns:
+            self._put_summaries(indexes, columns.pop("summaries"))
+        if not columns:
+            return
         if "sizes" in columns:
             columns["payload_bytes"] = sum(columns["sizes"])
         values = [_column(name, value) for name, value in columns.items()]
         assignments = ", ".join(f"{name} = ?" for name in columns)
-        indexes = list(indexes)
         if len(indexes) == 1:
             self._rows(f"UPDATE groups SET {assignments} WHERE group_index = ?", *values, indexes[0])
         elif indexes:
             self._rows(f"UPDATE groups SET {assignments} WHERE {self.in_list}", *values, self._list(indexes))
+
+    def _put_summaries(self, indexes: Sequence[int], summaries: bytes | None) -> None:
+        if summaries is None:
+            self._rows(f"DELETE FROM group_summaries WHERE {self.in_list}", self._list(indexes))
+            return
+        self._many(
+            "INSERT INTO group_summaries VALUES (?, ?) "
+            "ON CONFLICT (group_index) DO UPDATE SET summaries = excluded.summaries",
+            [(index, summaries) for index in indexes],
+        )
 
     def groups(
         self,
@@ -130,7 +172,8 @@ class SqlStore(Store):
             values.append(after)
         if in_no_step:
             conditions.append("step IS NULL")
-        query = f"{SELECT_GROUPS} WHERE {' AND '.join(conditions)} ORDER BY group_index"
+        query = f"{SELECT_GROUPS if limit < 0 else SELECT_FIRST_GROUPS} WHERE {' AND '.join(conditions)} "
+        query += "ORDER BY group_index"
         if limit >= 0:
             query += " LIMIT ?"
             values.append(limit)
@@ -139,7 +182,7 @@ class SqlStore(Store):
     def completed_groups(self, *, indexes: Sequence[int] | None = None, limit: int = -1) -> list[CompletedGroup]:
         condition = "state = ?" if indexes is None else self.in_list
         values: list[Any] = [State.COMPLETED if indexes is None else self._list(indexes)]
-        query = f"SELECT {', '.join(CompletedGroup._fields)} FROM groups WHERE {condition} ORDER BY group_index"
+        query = f"{SELECT_COMPLETED} WHERE {condition} ORDER BY group_index"
         if limit >= 0:
             query += " LIMIT ?"
             values.append(limit)

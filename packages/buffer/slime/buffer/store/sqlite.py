@@ -7,15 +7,28 @@ undo the latest transactions but leaves the database consistent. With FULL they 
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.store.sql import ADDED, SCHEMA, VERSION, SqlStore
+from slime.buffer.store.sql import (
+    ADDED,
+    CONTENTS,
+    FILL_CONTENTS,
+    GROUPS,
+    INDEXES,
+    LACKS_TEMPLATES,
+    SCHEMA,
+    VERSION,
+    SqlStore,
+)
 from slime.types.errors import DataLoss, InvalidFile, OutOfSpace, SlimeError
 from slime.types.files import check_readable
+
+log = logging.getLogger(__name__)
 
 # Migrations, by the schema version that they start from.
 MIGRATIONS = {
@@ -24,6 +37,16 @@ ALTER TABLE groups ADD COLUMN checksums TEXT NOT NULL DEFAULT '[]';
 ALTER TABLE prompt_batches ADD COLUMN digest TEXT;
 """,
     2: "ALTER TABLE groups ADD COLUMN weight_version INTEGER;",
+    # SQLite before 3.35 drops no columns.
+    3: f"""
+ALTER TABLE groups RENAME TO groups_3; {GROUPS} {CONTENTS}
+INSERT INTO groups SELECT
+    group_index, dataset, state, first_sample, num_samples, payload, sizes, checksums, payload_bytes, worker, token,
+    expires_at, attempt, ended_token, ended_by, step, reject_reason, weight_version
+FROM groups_3;
+{FILL_CONTENTS.format(groups="groups_3")}
+DROP TABLE groups_3; {INDEXES}
+""",
 }
 # SQLite errors caused by a bug in the program rather than a damaged file.
 MISTAKES = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.NotSupportedError)
@@ -59,6 +82,8 @@ class SqliteStore(SqlStore):
             self._open(synchronous, has_payloads)
         except sqlite3.DatabaseError as error:
             self._connection.close()
+            if error.sqlite_errorcode in FULL:
+                raise self._error_of(error) from error
             raise InvalidFile(
                 f"{path}: {error}", field="buffer_dir", value=str(path), expected="the state of a buffer"
             ) from None
@@ -80,7 +105,9 @@ class SqliteStore(SqlStore):
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute(f"PRAGMA synchronous = {synchronous}")
         if version:
-            self._quick_check()
+            self._quick_check(version)
+        if 0 < version < VERSION:
+            log.info("bringing %s to schema version %d", self.path, VERSION)
         for known in range(version, VERSION) if version else ():
             self._connection.executescript(f"BEGIN; {MIGRATIONS[known]} PRAGMA user_version = {known + 1}; COMMIT;")
         if version == 0:
@@ -97,8 +124,10 @@ class SqliteStore(SqlStore):
             expected="the database that the payloads belong to",
         )
 
-    def _quick_check(self) -> None:
+    def _quick_check(self, version: int) -> None:
         problems = [text for (text,) in self._connection.execute("PRAGMA quick_check(3)") if text != "ok"]
+        if not problems and version == VERSION and self._connection.execute(LACKS_TEMPLATES).fetchone()[0]:
+            problems = ["groups lack their prompts"]
         if problems:
             raise InvalidFile(
                 f"{self.path} is damaged: {'; '.join(problems)[:500]}: restore a backup",
