@@ -36,7 +36,7 @@ def no_signal_handler_of_ray() -> Iterator[None]:
     """Keeps Ray from handling signals in this process. Its own processes still write where they crashed.
 
     A SIGTERM that came to Ray's handler before the end of `ray.init` would abort this process 3 s later, also while it
-    stops what it has started. Ray 2.52 has no such setting.
+    stops what it has started. Ray has this setting since 2.53; with 2.52 its handler stays.
     """
     from ray._private import ray_constants
 
