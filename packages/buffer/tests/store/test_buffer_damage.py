@@ -181,14 +181,15 @@ def test_a_database_of_an_older_version_is_brought_to_this_version(settings, dir
         assert [sample.prompt for sample in lease.group.samples] == ["q2"]
 
 
-def test_groups_that_lost_their_prompts_are_an_error(settings, directory):
+@pytest.mark.parametrize("table", ["group_templates", "group_summaries"])
+def test_groups_that_lost_their_prompts_or_summaries_are_an_error(settings, directory, table):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
         complete(client, 2)
     with sqlite3.connect(directory / "state.sqlite") as connection:
-        connection.execute("DELETE FROM group_templates WHERE group_index = 1")
+        connection.execute(f"DELETE FROM {table} WHERE group_index = 1")
     connection.close()
-    with pytest.raises(InvalidFile, match="is damaged: groups lack their prompts: restore a backup"):
+    with pytest.raises(InvalidFile, match="is damaged: groups lack their prompts or summaries: restore a backup"):
         serve(BufferSettings(**settings))
 
 

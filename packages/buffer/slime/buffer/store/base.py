@@ -125,7 +125,7 @@ class Store(ABC):
 
     @abstractmethod
     def update_groups(self, indexes: Iterable[int], **columns: Any) -> None:
-        """Sets fields of `Group` other than its template, or `summaries`."""
+        """Sets columns: fields of `Group` except `template`, and `summaries`."""
 
     @abstractmethod
     def groups(

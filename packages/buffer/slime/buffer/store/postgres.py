@@ -15,7 +15,7 @@ from slime.buffer.store.sql import (
     CONTENT_TABLES,
     CONTENTS,
     FILL_CONTENTS,
-    LACKS_TEMPLATES,
+    LACKS_CONTENTS,
     SCHEMA,
     TABLES,
     VERSION,
@@ -155,8 +155,8 @@ class PostgresStore(SqlStore):
         # Reads every row, values stored out of line included: a damaged page raises an error.
         for table in TABLES:
             self._session.connection.execute(f"SELECT count(hashtext(t::text)) FROM {table} t")
-        if self._session.connection.execute(LACKS_TEMPLATES).fetchone()[0]:
-            raise self._lost("groups lack their prompts")
+        if self._session.connection.execute(LACKS_CONTENTS).fetchone()[0]:
+            raise self._lost("groups lack their prompts or summaries")
 
     def _lost(self, problem: str) -> InvalidFile:
         return InvalidFile(

@@ -61,8 +61,13 @@ ADDED = (
 )
 CONTENT_TABLES = ("group_templates", "group_summaries")
 TABLES = ("groups", *CONTENT_TABLES, "steps", "prompt_batches", "evaluation_prompts", "state", "seal_records")
-# True where groups have lost their prompts.
-LACKS_TEMPLATES = "SELECT (SELECT count(*) FROM groups) > (SELECT count(*) FROM group_templates)"
+# Without the summaries of one group, the positions of a step would be those of other samples.
+LACKS_CONTENTS = """
+SELECT (SELECT count(*) FROM groups) > (SELECT count(*) FROM group_templates) OR EXISTS (
+    SELECT 1 FROM groups WHERE state IN ('completed', 'sealed', 'acknowledged') AND payload IS NOT NULL
+    AND NOT EXISTS (SELECT 1 FROM group_summaries s WHERE s.group_index = groups.group_index)
+)
+"""
 LISTS = ("sizes", "checksums")
 _scan = json.JSONDecoder().raw_decode
 GROUP_COLUMNS = tuple(field.name for field in fields(Group))

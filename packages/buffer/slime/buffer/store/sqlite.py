@@ -20,7 +20,7 @@ from slime.buffer.store.sql import (
     FILL_CONTENTS,
     GROUPS,
     INDEXES,
-    LACKS_TEMPLATES,
+    LACKS_CONTENTS,
     SCHEMA,
     VERSION,
     SqlStore,
@@ -126,8 +126,8 @@ class SqliteStore(SqlStore):
 
     def _quick_check(self, version: int) -> None:
         problems = [text for (text,) in self._connection.execute("PRAGMA quick_check(3)") if text != "ok"]
-        if not problems and version == VERSION and self._connection.execute(LACKS_TEMPLATES).fetchone()[0]:
-            problems = ["groups lack their prompts"]
+        if not problems and version == VERSION and self._connection.execute(LACKS_CONTENTS).fetchone()[0]:
+            problems = ["groups lack their prompts or summaries"]
         if problems:
             raise InvalidFile(
                 f"{self.path} is damaged: {'; '.join(problems)[:500]}: restore a backup",
