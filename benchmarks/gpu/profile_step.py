@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
 from slime.trainer.trainer import pick_device, prepare_process
-from train_step import device_name, step_of, version
+from subjects import step_of
+from train_step import PACKAGES, device_name, version
 from workload import SHAPES, make_samples, release, write_model
 
 # By the first pattern that the kernel's name has, in this order.
@@ -77,7 +78,7 @@ def main() -> int:
     if options.output:
         result = {
             "date": date.today().isoformat(), "command": " ".join(sys.argv), "device": device_name(device),
-            "versions": {name: version(name) for name in ("torch", "transformers", "megatron-core")},
+            "versions": {name: version(name) for name in PACKAGES},
             "rows": rows,
         }  # fmt: skip
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")

@@ -26,9 +26,9 @@ steps that are measured.
 reserved: GiB that the process had of the GPU; above: of them, more than between steps. missed: compiled graphs that the
 cache of an earlier process did not have, all steps included.
 
-All in one process, one after the other, `--repeats` times after warming up; small differences need both orders of
-`--lengths`. With torchrun on several ranks, each with `--samples`: the first step's loss and gradient norm are those of
-one rank with `--lots 2`.
+Each subject has a process of its own, one after the other, with `--repeats` steps after warming up: what a process
+measures second is a few percent slower. With torchrun on several ranks, each with `--samples`, all share their
+processes; the first step's loss and gradient norm are those of one rank with `--lots 2`.
 MFU counts 6 x parameters (without the input
 embedding) x tokens plus causal attention, over the rate of a large bf16 matrix product measured before.
 """
@@ -36,9 +36,9 @@ embedding) x tokens plus causal attention, over the rate of a large bf16 matrix 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -46,35 +46,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from slime.trainer.backends.build import build_backend
-from slime.trainer.batching.plan import Planner
 from slime.trainer.process.collective import Ranks
 from slime.trainer.settings.trainer import TrainerSettings
-from slime.trainer.step.step import TrainStep
 from slime.trainer.trainer import pick_device, prepare_process
-from slime.types import Sample
-from slime.types.clients import SampleSummary
+from subjects import APART, WARM_UP, peer, step_of
 from workload import SHAPES, make_samples, regrouped, release, write_model
 
-WARM_UP = 3
+PACKAGES = ("torch", "nvidia-cudnn-frontend", "transformers", "megatron-core", "transformer-engine")
 LENGTHS = ("equal", "ragged", "log-normal", "groups", "apart", "turns", "turns-apart")
-# Kinds of samples that are laid out one by one -> those that share.
-APART = {"apart": "groups", "turns-apart": "turns"}
 
 
 def main() -> int:
     options = parse()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    settings = TrainerSettings(hf_checkpoint="-")
-    prepare_process(settings)
+    prepare()
     device = pick_device(rank)
     # A port of its own: torchrun listens on its.
     address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{int(os.environ.get('MASTER_PORT', 29500)) + 1}"
@@ -82,7 +75,7 @@ def main() -> int:
     result: dict[str, Any] = {
         "date": date.today().isoformat(), "command": " ".join(sys.argv), "device": device_name(device), "ranks": world,
         "python": platform.python_version(), "rows": [],
-        "versions": {name: version(name) for name in ("torch", "transformers", "megatron-core", "transformer-engine")},
+        "versions": {name: version(name) for name in PACKAGES},
     }  # fmt: skip
     result["matmul_flops"] = matmul_rate(device)
     for shape in options.shapes:
@@ -91,14 +84,22 @@ def main() -> int:
             parent = options.models or own
             directory = ranks.from_first(functools.partial(os.path.join, parent, shape))
             ranks.on_first(functools.partial(write_model, Path(directory), shape, device))
-            result["rows"] += measure(options, shape, directory, ranks, device, result["matmul_flops"])
+            release(device)
+            for subject in subjects(options, world):
+                arguments = options, shape, directory, subject, result["matmul_flops"]
+                alone = world == 1
+                result["rows"].append(measure_alone(*arguments) if alone else measure(*arguments, ranks, device))
+                if rank == 0 and options.output:
+                    Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
             ranks.gather(None)
-        if rank == 0 and options.output:
-            Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     if rank == 0:
         print(table(result))
     ranks.close()
     return 0
+
+
+def prepare() -> None:
+    prepare_process(TrainerSettings(hf_checkpoint="-"))
 
 
 def version(name: str) -> str | None:
@@ -137,150 +138,83 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(
-    options: argparse.Namespace, shape: str, directory: str, ranks: Ranks, device: torch.device, rate: float
-) -> list[dict[str, Any]]:
-    vocabulary = SHAPES[shape][1]["vocab_size"]
-    number = WARM_UP + options.repeats
-    steps: dict[str, list[list[Sample]]] = {}
-    for kind in {"equal", *options.lengths}:
-        lots = options.lots * ranks.world_size
-        made = [make_samples(options, vocabulary, kind, seed) for seed in range(number * lots)]
-        steps[kind] = [regrouped(sum(made[i::number], [])) for i in range(number)]
-    rows: list[dict[str, Any]] = []
-    subjects: dict[str, tuple[str, Callable[[], tuple[Callable[[], None], int]]]] = {}
+class StepCase(NamedTuple):
+    """The steps of a backend or the passes of a peer, on samples of a kind."""
+
+    label: str
+    backend: str | None
+    peer: str | None
+    kind: str
+    fp8: bool = False
+
+
+def subjects(options: argparse.Namespace, world: int) -> list[StepCase]:
+    found = []
     for name in options.backends:
         for fp8 in (False, True) if name == "megatron" and options.fp8_format else (False,):
             label = f"{name} {options.fp8_format} {options.fp8_recipe}" if fp8 else name
-            for kind in options.lengths:
-                make_step = functools.partial(
-                    step_of, options, name, directory, steps[kind], ranks, device, kind, fp8=fp8
-                )
-                subjects[f"step, {label}, {kind}"] = kind, make_step
-    for name in options.peers if ranks.world_size == 1 else ():
-        make_peer = functools.partial(peer, options, name, directory, steps["equal"][0], device)
-        subjects[f"transformers, {name}"] = "equal", make_peer
-    for name, (kind, make) in subjects.items():
-        torch._dynamo.utils.counters.clear()
-        started = time.perf_counter()
-        run, parameters = make()
-        lengths = [[len(s.array("tokens")) for s in samples] for samples in steps[kind]][WARM_UP:]
-        seconds, memory, first, compiled = timed(run, options.repeats, device, started)
-        flops = [work(SHAPES[shape][1], parameters, of_step) for of_step in lengths]
-        speeds = [sum(of_step) / s for of_step, s in zip(lengths, seconds, strict=True)]
-        rows.append({
-            "shape": shape, "name": name, "parameters": parameters, "tokens": [sum(of_step) for of_step in lengths],
-            "seconds": seconds, "tokens_per_second": sorted(speeds), "first_seconds": first,
-            "mfu": statistics.median(f / s for f, s in zip(flops, seconds, strict=True)) / rate / ranks.world_size,
-            "compiled_in_measured_steps": compiled, "peak_gib": memory[0] / 2**30, "reserved_gib": memory[1] / 2**30,
-            "resident_gib": memory[2] / 2**30,
-            "cache_misses": int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]),
-            "cache_hits": int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]),
-            **getattr(run, "seen", dict)(),
-        })  # fmt: skip
-        if ranks.rank == 0:
-            print(f"{shape} {name}: {statistics.median(speeds):,.0f} tok/s {rows[-1]}", file=sys.stderr, flush=True)
-        del run
-        release(device)
-    return rows
+            found += [StepCase(f"step, {label}, {kind}", name, None, kind, fp8) for kind in options.lengths]
+    if world == 1:
+        found += [StepCase(f"transformers, {name}", None, name, "equal") for name in options.peers]
+    return found
 
 
-class MeasuredSteps:
-    """Steps of a trainer, each with its own samples."""
-
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        ranks: Ranks,
-        device: torch.device,
-        steps: Sequence[Sequence[Sample]],
-        megatron: dict[str, Any],
-        share: bool,
-    ) -> None:
-        self.backend = build_backend(settings, ranks, device, megatron=megatron)
-        self.backend.can_share_prompts = self.backend.can_share_prompts and share
-        self._step = TrainStep(settings, self.backend, ranks)
-        self._steps = steps
-        self._plans = [Planner(settings).plan(0, [SampleSummary.of(s) for s in samples]) for samples in steps]
-        self._settings = settings
-        self._done = 0
-        self._captured_warm: int | None = None
-        self.first: dict[str, float] = {}
-
-    def __call__(self) -> None:
-        number = self._done % len(self._steps)
-        self._done += 1
-        samples = self._steps[number]
-        self.metrics = self._step.run(self._plans[number], lambda positions: (samples[p] for p in positions))
-        self.first = self.first or self.metrics
-        if self._done == WARM_UP:
-            self._captured_warm = getattr(self._static_rows, "captured", None)
-
-    @property
-    def _static_rows(self) -> Any:
-        return getattr(getattr(self.backend, "_passes", None), "rows", None)
-
-    def seen(self) -> dict[str, Any]:
-        limit = self._settings.max_tokens_per_gpu or 1
-        rows = self._static_rows
-        return {
-            "full": self.metrics["perf/row_tokens"] / self.metrics["train/micro_batches"] / limit,
-            "rows": self.metrics["train/micro_batches"], "row_tokens": self.metrics["perf/row_tokens"],
-            "row_shapes": rows and len(rows.shapes), "graphs": rows and rows.num_graphs,
-            "shapes": rows and [dataclasses.asdict(shape) for shape in rows.shapes],
-            "captured_in_measured_steps": rows and rows.captured - (self._captured_warm or 0),
-            "first_step": {name: self.first[f"train/{name}"] for name in ("loss", "grad_norm", "entropy_loss")},
-            "metrics": {name: value for name, value in self.metrics.items() if "time" in name or "norm" in name},
-        }  # fmt: skip
+def measure_alone(
+    options: argparse.Namespace, shape: str, directory: str, subject: StepCase, rate: float
+) -> dict[str, Any]:
+    """Measures a subject in a process of its own, which no other has left its memory in. Raises what that raises."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare) as pool:
+        return pool.submit(measure_here, options, shape, directory, subject, rate).result()
 
 
-def step_of(
-    options: argparse.Namespace,
-    backend: str,
-    directory: str,
-    steps: Sequence[Sequence[Sample]],
-    ranks: Ranks,
+def measure_here(
+    options: argparse.Namespace, shape: str, directory: str, subject: StepCase, rate: float
+) -> dict[str, Any]:
+    device = pick_device(0)
+    ranks = Ranks(0, 1, "", 10, device.type)
+    try:
+        return measure(options, shape, directory, subject, rate, ranks, device)
+    finally:
+        ranks.close()
+
+
+def measure(
+    options: argparse.Namespace, shape: str, directory: str, subject: StepCase, rate: float, ranks: Ranks,
     device: torch.device,
-    kind: str = "equal",
-    *,
-    fp8: bool = False,
-) -> tuple[MeasuredSteps, int]:
-    settings = TrainerSettings(
-        hf_checkpoint=directory, train_backend=backend, bf16=options.dtype == "bfloat16", lr=1e-6,
-        use_dynamic_batch_size=True, max_tokens_per_gpu=options.row, log_probs_chunk_size=options.chunk,
-        compile=False if options.no_compile else None, fsdp_sharding=getattr(options, "sharding", "auto"),
-        activation_memory_budget=getattr(options, "budget", 1.0),
-    ).on(device.type)  # fmt: skip
-    implementation = getattr(options, "transformer_impl", None)
-    megatron = {"transformer_impl": implementation} if implementation else {}
-    if fp8:
-        megatron |= {"fp8": options.fp8_format, "fp8_recipe": options.fp8_recipe}
-    step = MeasuredSteps(settings, ranks, device, steps, megatron, share=kind not in APART)
-    return step, step.backend.num_parameters
-
-
-def peer(
-    options: argparse.Namespace, kind: str, directory: str, samples: list[Sample], device: torch.device
-) -> tuple[Callable[[], None], int]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
-    ).to(device)
-    model.config.use_cache = False
-    parameters = sum(p.numel() for p in model.parameters())
-    forward: Any = torch.compile(model) if kind == "compiled" else model
-    rows = torch.tensor(np.stack([sample.array("tokens") for sample in samples]), dtype=torch.int64, device=device)
-    batches = rows.split(max(1, options.row // options.length))
-
-    def run() -> None:
-        for batch in batches:
-            logits = forward(input_ids=batch, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
-            loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    return run, parameters
+) -> dict[str, Any]:  # fmt: skip
+    vocabulary = SHAPES[shape][1]["vocab_size"]
+    number, lots = WARM_UP + options.repeats, options.lots * ranks.world_size
+    made = [make_samples(options, vocabulary, subject.kind, seed) for seed in range(number * lots)]
+    steps = [regrouped(sum(made[i::number], [])) for i in range(number)]
+    lengths = [[len(s.array("tokens")) for s in samples] for samples in steps][WARM_UP:]
+    torch._dynamo.utils.counters.clear()
+    started = time.perf_counter()
+    run: Callable[[], None]
+    if subject.peer is not None:
+        run, parameters = peer(options, subject.peer, directory, steps[0], device)
+    else:
+        assert subject.backend is not None
+        run, parameters = step_of(
+            options, subject.backend, directory, steps, ranks, device, subject.kind, fp8=subject.fp8
+        )
+    seconds, memory, first, compiled = timed(run, options.repeats, device, started)
+    flops = [work(SHAPES[shape][1], parameters, of_step) for of_step in lengths]
+    speeds = [sum(of_step) / s for of_step, s in zip(lengths, seconds, strict=True)]
+    counters = torch._dynamo.utils.counters["inductor"]
+    row = {
+        "shape": shape, "name": subject.label, "parameters": parameters, "tokens": [sum(each) for each in lengths],
+        "seconds": seconds, "tokens_per_second": sorted(speeds), "first_seconds": first,
+        "mfu": statistics.median(f / s for f, s in zip(flops, seconds, strict=True)) / rate / ranks.world_size,
+        "compiled_in_measured_steps": compiled, "peak_gib": memory[0] / 2**30, "reserved_gib": memory[1] / 2**30,
+        "resident_gib": memory[2] / 2**30, "cache_misses": int(counters["fxgraph_cache_miss"]),
+        "cache_hits": int(counters["fxgraph_cache_hit"]), **getattr(run, "seen", dict)(),
+    }  # fmt: skip
+    if ranks.rank == 0:
+        print(f"{shape} {subject.label}: {statistics.median(speeds):,.0f} tok/s {row}", file=sys.stderr, flush=True)
+    del run
+    release(device)
+    return row
 
 
 def timed(
