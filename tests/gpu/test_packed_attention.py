@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_needs import needs
-from slime.trainer.backends import attention
+from slime.trainer.backends import attention, cudnn_attention
 from slime.trainer.batching.runs import Runs
 
 NUM_GPUS = 1
@@ -77,3 +77,79 @@ def test_shared_prompts_give_what_float32_gives_run_by_run(shape: tuple[int, int
     limits = [torch.cat([x, x[-1:].expand(5)]) for x in (shared.q_limits, shared.k_limits)]
     more = dataclasses.replace(shared, q_limits=limits[0], k_limits=limits[1])
     check(shape, dataclasses.replace(runs, shared=more), None)
+
+
+needs_cudnn = pytest.mark.skipif(
+    not torch.cuda.is_available() or not cudnn_attention._wanted(torch.device("cuda", 0)),
+    reason="needs a Hopper GPU and nvidia-cudnn-frontend",
+)
+
+CUDNN_SHAPES = [(8, 8, 128), (9, 3, 128), (16, 8, 128), (32, 8, 128), (4, 1, 128)]
+
+
+def padded(runs: Runs, more: int) -> Runs:
+    """Adds runs without tokens, and prompts if there are any."""
+    limits = torch.cat([runs.q_limits, runs.q_limits[-1:].expand(more)])
+    shared = runs.shared
+    if shared is not None:
+        held = [torch.cat([x, x[-1:].expand(more)]) for x in (shared.q_limits, shared.k_limits)]
+        shared = dataclasses.replace(shared, q_limits=held[0], k_limits=held[1])
+    return dataclasses.replace(runs, q_limits=limits, k_limits=limits, shared=shared, padded=True)
+
+
+def tensors_of(shape: tuple[int, int, int], total: int) -> tuple[list[Tensor], Tensor]:
+    heads, groups, width = shape
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    sizes = ((heads, width), (groups, width), (groups, width))
+    plain = [torch.randn(total, *s, generator=generator, device="cuda", requires_grad=True) for s in sizes]
+    return plain, torch.randn(total, heads, width, generator=generator, device="cuda")
+
+
+def output_and_gradients(tensors: list[Tensor], weights: Tensor, runs: Runs) -> list[Tensor]:
+    output = attention.attend(*tensors, runs, weights.shape[-1] ** -0.5)
+    return [output, *torch.autograd.grad((output.float() * weights).sum(), tensors)]
+
+
+def check_padded(shape: tuple[int, int, int], runs: Runs) -> None:
+    plain, weights = tensors_of(shape, int(runs.q_limits[-1]))
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in plain]
+    expected = output_and_gradients(plain, weights, runs)
+    before = cudnn_attention._plan.cache_info().currsize
+    for more in (0, 7):
+        for found, wanted in zip(output_and_gradients(half, weights, padded(runs, more)), expected, strict=True):
+            # Both inputs and outputs were rounded to 8 bits: of the size of the whole, not of each number.
+            error = (found.float() - wanted).norm() / wanted.norm()
+            assert error < 0.01, error
+    assert cudnn_attention._plan.cache_info().currsize > before and not cudnn_attention._Failed.reason
+
+
+@needs_cudnn
+@pytest.mark.parametrize("shape", CUDNN_SHAPES)
+def test_runs_of_a_padded_row(shape: tuple[int, int, int]) -> None:
+    check_padded(shape, Runs.apart([300, 1, 77, 512, 130], "cuda"))
+
+
+@needs_cudnn
+@pytest.mark.parametrize("shape", CUDNN_SHAPES)
+def test_shared_prompts_of_a_padded_row(shape: tuple[int, int, int]) -> None:
+    check_padded(shape, Runs.sharing([300, 17], [[128, 1, 500, 77], [30, 250]], [200, 64], "cuda"))
+
+
+@needs_cudnn
+def test_a_graph_of_a_row_takes_other_limits() -> None:
+    plain, weights = tensors_of((16, 8, 128), 1024)
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in plain]
+    limits = torch.tensor([0, 300, 1024, 1024, 1024], dtype=torch.int32, device="cuda")
+    row = Runs([], [], limits, limits, None, 1024, 1024, padded=True)
+    output_and_gradients(half, weights, row)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = output_and_gradients(half, weights, row)
+    for lengths in ([300, 724], [1024], [1, 1000, 22, 1]):
+        runs = Runs.apart(lengths, "cuda")
+        limits[: len(lengths) + 1] = runs.q_limits
+        limits[len(lengths) + 1 :] = 1024
+        graph.replay()
+        for found, wanted in zip(captured, output_and_gradients(plain, weights, runs), strict=True):
+            assert (found.float() - wanted).norm() < 0.01 * wanted.norm()

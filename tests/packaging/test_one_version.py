@@ -17,7 +17,7 @@ PROJECTS = {path.parent.name: tomllib.loads(path.read_text()) for path in ROOT.g
 
 
 # Extras whose packages no test installs.
-UNTESTED = {"memray", "mlflow", "nixl", "swanlab", "trackio", "wandb"}
+UNTESTED = {"memray", "mlflow", "nixl", "nvidia-cudnn-frontend", "swanlab", "trackio", "wandb"}
 
 
 def requirements(project: dict[str, Any]) -> list[str]:

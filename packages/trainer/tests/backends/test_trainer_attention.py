@@ -14,6 +14,7 @@ from trainer_float64 import flash_backward, flash_forward
 
 from slime.trainer.backends import shared_attention
 from slime.trainer.backends.attention import attend
+from slime.trainer.backends.cudnn_attention import Bounds
 from slime.trainer.backends.fsdp.attention import packed_attention, use_packed_attention
 from slime.trainer.backends.fsdp.model import load_model
 from slime.trainer.batching.packing import pack
@@ -73,6 +74,31 @@ def test_attention_is_a_softmax_over_what_is_seen(
         torch.testing.assert_close(gradient, wanted)
 
 
+def refused(*args: object) -> None:
+    raise AssertionError("another kernel was to be called")
+
+
+class InCudnnsPlace:
+    """Computes what a plan of cuDNN computes, with lse [T, h]."""
+
+    def __init__(self, query: Tensor, key: Tensor, bounds: Bounds, causal: bool, scale: float) -> None:
+        self.bounds, self.causal, self.scale = bounds, causal, scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, q_limits: Tensor, k_limits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self.bounds.runs == len(q_limits) - 1
+        output, lse = flash_forward(
+            query, key, value, q_limits, k_limits, *self.bounds[1:], self.causal, self.scale
+        )  # fmt: skip
+        return output, lse.t().contiguous()
+
+    def backward(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        *saved, lse, q_limits, k_limits = tensors
+        assert lse.shape == saved[1].shape[:2]
+        return flash_backward(*saved, lse.t(), q_limits, k_limits, *self.bounds[1:], self.causal, self.scale)
+
+
 @st.composite
 def sharing(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int]]:
     """Lengths of prompts, of the responses of each, and of sequences that share nothing."""
@@ -119,19 +145,22 @@ def test_responses_see_the_prompt_that_they_share(
     # Short runs in bfloat16 are rounded once, at the end.
     low = [tensor.bfloat16() for tensor in tensors]
     assert attend(*low, runs, 0.3).equal(attend(*(tensor.float() for tensor in low), runs, 0.3).bfloat16())
-    # Equal to two calls of a kernel, with limits behind the last prompt as rows of a fixed shape have them.
+    # Equal to two calls of a kernel, with limits behind the last prompt as rows of a fixed shape have them; and of one
+    # whose lse is [T, h].
     shared = runs.shared
     padded = [torch.cat([x, x[-1:].expand(spare)]) for x in (shared.q_limits, shared.k_limits)]
     fixed = dataclasses.replace(runs, shared=dataclasses.replace(shared, q_limits=padded[0], k_limits=padded[1]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_attention, "_kernel", flash_forward)
-        patch.setattr(shared_attention, "_backward_kernel", flash_backward)
-        output = shared_attention.attend_runs(*tensors, fixed, 0.3)
-        # The parts are put together in float32.
-        torch.testing.assert_close(output, reference, atol=1e-6, rtol=1e-6)
-        found = torch.autograd.grad((output * weights).sum(), tensors)
-    for gradient, wanted in zip(found, gradients, strict=True):
-        torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+    for row in (fixed, dataclasses.replace(fixed, padded=True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_attention, "_kernel", refused if row.padded else flash_forward)
+            patch.setattr(shared_attention, "_backward_kernel", refused if row.padded else flash_backward)
+            patch.setattr(shared_attention, "find_plan", InCudnnsPlace if row.padded else refused)
+            output = shared_attention.attend_runs(*tensors, row, 0.3)
+            # The parts are put together in float32.
+            torch.testing.assert_close(output, reference, atol=1e-6, rtol=1e-6)
+            found = torch.autograd.grad((output * weights).sum(), tensors)
+        for gradient, wanted in zip(found, gradients, strict=True):
+            torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradients_of_hundreds_of_runs_add_up_in_bfloat16():

@@ -1,4 +1,4 @@
-"""Attention over packed rows by FlashAttention; responses read the keys of a prompt that they share where they lie.
+"""Attention over packed rows by one kernel; responses read the keys of a prompt that they share where they lie.
 
     T  tokens of the row      K  keys and values      h, g  heads of queries, of keys and values      d  width of a head
 
@@ -9,18 +9,20 @@ call. With o and lse the output and the log of the sum of exponentials of each c
 
 and the gradient of each call is what its backward kernel makes of the o and lse of both together: probabilities are
 exp(logits - lse), wherever a key lies. One operator for torch: a compiled layer does not look inside, and is the same
-for rows of any bounds, with shared prompts and without.
+for rows of any bounds, with shared prompts and without. The kernels are cuDNN's for padded rows where it has them
+(cudnn_attention.py), and FlashAttention's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slime.trainer.batching.runs import Runs, varies
+from slime.trainer.backends.cudnn_attention import AttentionPlan, Bounds, find_plan
+from slime.trainer.batching.runs import Operands, Runs, varies
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -98,15 +100,17 @@ def _attend(
     scale: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [T, h, d], and lse [h, T] float32."""
-    longest_q, longest_k, shares, max_q, max_k = numbers.tolist()
-    causal, causal_lse = _kernel(query, key, value, q_limits, k_limits, longest_q, longest_k, True, scale, window)
-    if not shares:
-        return causal, causal_lse
-    prompt, prompt_lse = _kernel(query, key, value, shared_q_limits, shared_k_limits, max_q, max_k, False, scale)
-    for tensor, dim in ((causal, 0), (causal_lse, 1), (prompt, 0), (prompt_lse, 1), (shared_q_limits, 0)):
-        varies(tensor, dim)
-    return _fused.merge(causal, causal_lse, prompt, prompt_lse, shared_q_limits)
+    """Returns the output [T, h, d], and lse float32: [h, T], or if cuDNN computes it [T, h] in that shape, as the
+    gradients need it."""
+    calls = _calls(query, key, Operands(q_limits, k_limits, shared_q_limits, shared_k_limits, numbers), scale, window)
+    found = [call.forward(query, key, value, scale) for call in calls]
+    output, lse = found[0]
+    if len(found) > 1:
+        prompt, prompt_lse = found[1]
+        for tensor, dim in ((output, 0), (lse, 1), (prompt, 0), (prompt_lse, 1), (shared_q_limits, 0)):
+            varies(tensor, dim)
+        output, lse = _fused.merge(output, lse, prompt, prompt_lse, shared_q_limits)
+    return output, lse if calls[0].plan is None else lse.t().contiguous().view_as(lse)
 
 
 @_attend.register_fake
@@ -131,15 +135,14 @@ def _gradients(
     scale: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    longest_q, longest_k, shares, max_q, max_k = numbers.tolist()
-    saved = gradient.contiguous(), query, key, value, output, lse
-    causal = _backward_kernel(*saved, q_limits, k_limits, longest_q, longest_k, True, scale, window)
-    if not shares:
-        return causal
-    prompt = _backward_kernel(*saved, shared_q_limits, shared_k_limits, max_q, max_k, False, scale)
-    for tensor in (*causal, *prompt, shared_q_limits, shared_k_limits):
+    calls = _calls(query, key, Operands(q_limits, k_limits, shared_q_limits, shared_k_limits, numbers), scale, window)
+    gradient = gradient.contiguous()
+    found = [call.backward(gradient, query, key, value, output, lse, scale) for call in calls]
+    if len(found) == 1:
+        return found[0]
+    for tensor in (*found[0], *found[1], shared_q_limits, shared_k_limits):
         varies(tensor, 0)
-    return _fused.add(causal, prompt, shared_q_limits, shared_k_limits)
+    return _fused.add(*found, shared_q_limits, shared_k_limits)
 
 
 @_gradients.register_fake
@@ -159,6 +162,54 @@ def _backward(ctx: object, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, 
 
 
 _attend.register_autograd(_backward, setup_context=_setup)
+
+
+class _Call(NamedTuple):
+    """A call of a kernel: runs of queries, and the keys of each. plan: cuDNN's; None for FlashAttention."""
+
+    q_limits: Tensor
+    k_limits: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    window: int | None = None
+    plan: AttentionPlan | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """Returns the output [T, h, d], and lse [h, T]."""
+        if self.plan is None:
+            return _kernel(query, key, value, *self[:5], scale, self.window)
+        output, lse = self.plan.forward(query, key, value, self.q_limits, self.k_limits)
+        return output, lse.t()
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        scale: float | None,
+    ) -> Gradients:
+        """Returns the gradients of query, key and value. lse: as the operator returned it."""
+        if self.plan is None:
+            return _backward_kernel(gradient, query, key, value, output, lse, *self[:5], scale, self.window)
+        lse = lse.view(query.shape[:2])
+        return self.plan.backward(gradient, query, key, value, output, lse, self.q_limits, self.k_limits)
+
+
+def _calls(query: Tensor, key: Tensor, row: Operands, scale: float | None, window: int | None) -> list[_Call]:
+    """Returns the call for the runs of a row, and the one for shared prompts if it has them."""
+    longest_q, longest_k, padded, shares, max_q, max_k = row.numbers.tolist()
+    calls = [_Call(row.q_limits, row.k_limits, longest_q, longest_k, True, window)]
+    if shares:
+        calls.append(_Call(row.shared_q_limits, row.shared_k_limits, max_q, max_k, False))
+    if not padded or window is not None:
+        return calls
+    plans = [find_plan(query, key, Bounds(len(c.q_limits) - 1, c.max_q, c.max_k), c.causal, scale) for c in calls]
+    # Both or none: the results of two calls are put together.
+    return calls if None in plans else [c._replace(plan=plan) for c, plan in zip(calls, plans, strict=True)]
 
 
 def _sides(window: int | None) -> dict[str, int]:

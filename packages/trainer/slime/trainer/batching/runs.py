@@ -33,8 +33,9 @@ class SharedPrompts:
 
 
 class Operands(NamedTuple):
-    """Tensors that attention reads. numbers: [5] int64 on the CPU: the longest run of queries and of keys, whether
-    prompts are shared, the most responses of a prompt in tokens, and the longest prompt."""
+    """Tensors that attention reads. numbers: [6] int64 on the CPU: the longest run of queries and of keys, whether the
+    row is padded to a shape, whether prompts are shared, the most responses of a prompt in tokens, and the longest
+    prompt."""
 
     q_limits: Tensor
     k_limits: Tensor
@@ -74,6 +75,7 @@ class Runs:
     max_q, max_k: at least the longest of each.
     shared: prompts that responses see besides their own run; None if there are none.
     one_length: True for the length of rows that compiled layers have kernels of its own for; others share theirs.
+    padded: True for rows of few shapes, whose runs are all of their tokens.
     operands: what compiled layers read. Numbers are in a tensor on the CPU, because layers are compiled again for a new
     value of an attribute; and rows have limits of prompts also where none is shared.
     """
@@ -87,15 +89,16 @@ class Runs:
     max_k: int
     shared: SharedPrompts | None = None
     one_length: bool = False
+    padded: bool = False
     # Not a field: a copy with other tensors, as FSDP2 makes, has to compute its own.
     operands: ClassVar[Operands]
 
     def __post_init__(self) -> None:
-        numbers = [self.max_q, self.max_k, 0, 0, 0]
+        numbers = [self.max_q, self.max_k, int(self.padded), 0, 0, 0]
         # Tensors of their own: layers are compiled again where the same one comes twice.
         shared_q, shared_k = torch.zeros_like(self.q_limits[:2]), torch.zeros_like(self.q_limits[:2])
         if self.shared is not None:
-            numbers[2:] = 1, self.shared.max_q, self.shared.max_k
+            numbers[3:] = 1, self.shared.max_q, self.shared.max_k
             shared_q, shared_k = self.shared.q_limits, self.shared.k_limits
         operands = Operands(self.q_limits, self.k_limits, shared_q, shared_k, torch.tensor(numbers))
         for tensor in (*operands[:4], *(() if self.keys is None else (self.keys,))):
@@ -185,6 +188,12 @@ def varies(tensor: Tensor, dim: int) -> Tensor:
     """Returns `tensor`, marked so that torch.compile takes any length of `dim` from the start."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor
+
+
+def notch(number: int) -> int:
+    """Rounds up to four numbers between powers of two: 1,024, 1,280, 1,536, 1,792, 2,048."""
+    step = 1 << max(0, (number - 1).bit_length() - 3)
+    return -(-number // step) * step
 
 
 def _limits(lengths: Sequence[int], device: torch.device | str, first: int = 0) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slime.trainer.backends.base import LossFunction, Outputs
 from slime.trainer.batching.packing import PackedBatch
-from slime.trainer.batching.runs import Runs, SharedPrompts
+from slime.trainer.batching.runs import Runs, SharedPrompts, notch
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class RowShape:
         for slack in _SLACKS:
             bounds = {name: (getattr(self, name), getattr(wanted, name)) for name in ("runs", *_BOUNDS)}
             more = {
-                name: held if held >= new else _notch(int(slack * new) + (slack > 1) if name in _COUNTS else new)
+                name: held if held >= new else notch(int(slack * new) + (slack > 1) if name in _COUNTS else new)
                 for name, (held, new) in bounds.items()
             }
             shape = RowShape(self.tokens, trained, **more)
@@ -117,12 +117,6 @@ class RowShape:
 
 _COUNTS = ("runs", "prompts")
 _BOUNDS = ("longest", "prompts", "longest_prompt", "most_responses")
-
-
-def _notch(number: int) -> int:
-    """Rounds up to four numbers between powers of two: 1,024, 1,280, 1,536, 1,792, 2,048."""
-    step = 1 << max(0, (number - 1).bit_length() - 3)
-    return -(-number // step) * step
 
 
 class StaticRow:
@@ -140,7 +134,9 @@ class StaticRow:
             q_limits = torch.zeros(shape.prompts + 1, dtype=torch.int32, device=device)
             k_limits = torch.zeros_like(q_limits)
             self.shared = SharedPrompts(q_limits, k_limits, shape.most_responses, shape.longest_prompt)
-        self.runs = Runs([], [], self.limits, self.limits, None, shape.longest, shape.longest, self.shared, one_length)
+        self.runs = Runs(
+            [], [], self.limits, self.limits, None, shape.longest, shape.longest, self.shared, one_length, padded=True
+        )
         self._steps = torch.arange(1, shape.runs + 1, dtype=torch.int32, device=device) * shape.longest
         # Distinct row numbers: the gradients of one row that occurs many times would be added one after the other.
         self._any_rows = torch.arange(shape.trained, device=device) % shape.tokens
