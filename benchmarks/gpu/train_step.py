@@ -44,6 +44,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -100,6 +101,19 @@ def main() -> int:
 
 def prepare() -> None:
     prepare_process(TrainerSettings(hf_checkpoint="-"))
+
+
+def prepare_child() -> None:
+    """Also ends this process with its parent, even if that is killed: it would keep the GPU's memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    prepare()
 
 
 def version(name: str) -> str | None:
@@ -164,7 +178,7 @@ def measure_alone(
 ) -> dict[str, Any]:
     """Measures a subject in a process of its own, which no other has left its memory in. Raises what that raises."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare) as pool:
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare_child) as pool:
         return pool.submit(measure_here, options, shape, directory, subject, rate).result()
 
 

@@ -16,7 +16,8 @@ from slime.trainer.backends.cudnn_attention import AttentionShape, Bounds, find_
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of that kind, and nothing left of the plans of other tests."""
     monkeypatch.setattr(cudnn_attention, "_wanted", lambda device: True)
-    monkeypatch.setattr(cudnn_attention._Failed, "reason", "")
+    monkeypatch.setattr(cudnn_attention._Made, "any", False)
+    monkeypatch.setattr(cudnn_attention._Made, "failed", False)
     cudnn_attention._plan.cache_clear()
 
 
@@ -48,6 +49,44 @@ def test_a_library_that_makes_no_plan_is_asked_once_and_named(
     (record,) = caplog.records
     assert len(asked) == 1
     assert "1.24.1" in record.getMessage() and record.getMessage().endswith("RESHAPE_MODE failed")
+
+
+def test_a_shape_without_a_plan_leaves_those_of_others(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def plan(shape: AttentionShape) -> AttentionShape:
+        if shape.bounds.runs > 4:
+            raise RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
+        return shape
+
+    monkeypatch.setattr(cudnn_attention, "AttentionPlan", plan)
+    monkeypatch.setattr(cudnn_attention, "_library", lambda: SimpleNamespace(__version__="1.22.1"))
+    with caplog.at_level(logging.WARNING):
+        found = [find_plan(QUERY, KEY, Bounds(runs, 40, 40), True, None) for runs in (3, 9, 3, 4)]
+    assert [plan is None for plan in found] == [False, True, False, False]
+    (record,) = caplog.records
+    assert "rows of 64 tokens" in record.getMessage()
+
+
+def test_deterministic_gradients_are_not_asked_of_cudnn(on_hopper: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert find_plan(QUERY, KEY, BOUNDS, True, None) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(ModuleNotFoundError("cudnn"), "INFO"), (AssertionError("two"), "WARNING")]
+)
+def test_a_library_that_cannot_be_loaded_is_named(
+    error: Exception, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cudnn_attention.importlib, "import_module", fail)
+    with caplog.at_level(logging.INFO):
+        assert cudnn_attention._library.__wrapped__() is None
+    (record,) = caplog.records
+    assert record.levelname == level and "cuDNN" in record.getMessage()
 
 
 def test_rows_share_a_plan_unless_their_bounds_differ_much(on_hopper: None, monkeypatch: pytest.MonkeyPatch):

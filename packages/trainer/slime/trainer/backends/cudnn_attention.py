@@ -56,67 +56,71 @@ class AttentionShape(NamedTuple):
     scale: float
     dtype: torch.dtype
     device: int
-    deterministic: bool
 
 
 def find_plan(query: Tensor, key: Tensor, bounds: Bounds, causal: bool, scale: float | None) -> AttentionPlan | None:
     """Returns what computes attention over query [T, h, d] and key [T, g, d]; None if FlashAttention has to."""
     tokens, heads, width = query.shape
     fits = width == _WIDTH and tokens * heads * width < _MAX_ELEMENTS and len(key) == tokens
-    if not fits or not _wanted(query.device):
+    # Its deterministic gradients take memory for all pairs of a query and a key, and not of tokens but of the bounds.
+    if not fits or torch.are_deterministic_algorithms_enabled() or not _wanted(query.device):
         return None
     scale = width**-0.5 if scale is None else scale
     shape = AttentionShape(
-        tokens, heads, key.shape[1], width, bounds.rounded(), causal, scale, query.dtype, query.device.index,
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        tokens, heads, key.shape[1], width, bounds.rounded(), causal, scale, query.dtype, query.device.index
+    )
     return _plan(shape)
 
 
 @functools.cache
 def _wanted(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
-        return False
-    if _library() is None:
-        log.info('attention is faster on this GPU with cuDNN: pip install "slime-trainer[cudnn]"')
-        return False
-    return True
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return on_hopper and _library() is not None
 
 
 @functools.cache
 def _library() -> Any:
-    """Returns the module `cudnn`; None where it or its library is missing."""
+    """Returns the module `cudnn`; None where it is missing or cannot be used."""
     try:
         return importlib.import_module("cudnn")
-    except (ImportError, OSError, RuntimeError, AssertionError):
-        return None
+    except ModuleNotFoundError:
+        log.info('attention is faster on this GPU with cuDNN: pip install "slime-trainer[cudnn]"')
+    except Exception as error:  # it looks for libcudnn, and fails in ways of its own
+        log.warning("attention goes without cuDNN: nvidia-cudnn-frontend: %s: %s", type(error).__name__, error)
+    return None
 
 
-class _Failed:
-    """Keeps the reason why a plan could not be made, after which none is."""
+class _Made:
+    """Keeps whether any plan was made, and whether the first attempt failed, after which there is none."""
 
-    reason = ""
+    any = False
+    failed = False
 
 
 @functools.cache
 def _plan(shape: AttentionShape) -> AttentionPlan | None:
-    if _Failed.reason:
+    if _Made.failed:
         return None
     try:
-        return AttentionPlan(shape)
+        plan = AttentionPlan(shape)
     except Exception as error:  # whatever the library raises: classes of its own, which differ between versions
         cudnn, (reason, *_) = _library(), (str(error).strip().splitlines() or [type(error).__name__])
-        _Failed.reason = reason
+        # Shapes that have a plan keep it, in passes with gradients and without.
+        _Made.failed = not _Made.any
+        rows = "attention" if _Made.failed else f"attention of rows of {shape.tokens} tokens, {shape.bounds}"
         log.warning(
-            "attention goes without cuDNN %s, which nvidia-cudnn-frontend %s could not make a plan with: %s",
-            torch.backends.cudnn.version(), cudnn.__version__, reason,
+            "%s goes without cuDNN %s, which nvidia-cudnn-frontend %s could not make a plan with: %s",
+            rows, torch.backends.cudnn.version(), cudnn.__version__, reason,
         )  # fmt: skip
         return None
+    if not _Made.any:
+        log.info("attention of padded rows is computed by cuDNN %s", torch.backends.cudnn.version())
+    _Made.any = True
+    return plan
 
 
 @functools.cache
 def _handle(device: int) -> int:
-    log.info("attention of padded rows is computed by cuDNN %s", torch.backends.cudnn.version())
     with torch.cuda.device(device):
         handle: int = _library().create_handle()
     return handle
@@ -230,8 +234,7 @@ class AttentionPlan:
         )
         self._saved.append(lse)
         self._gradients = back.graph.sdpa_backward(
-            *self._saved, max_total_seq_len_q=shape.tokens, max_total_seq_len_kv=shape.tokens,
-            use_deterministic_algorithm=shape.deterministic, **back.masks,
+            *self._saved, max_total_seq_len_q=shape.tokens, max_total_seq_len_kv=shape.tokens, **back.masks
         )  # fmt: skip
         for gradient, of_keys in zip(self._gradients, (False, True, True), strict=True):
             back.output(gradient, of_keys)

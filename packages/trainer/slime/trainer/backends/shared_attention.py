@@ -46,6 +46,14 @@ def _inside(limits: Tensor, tokens: int) -> Tensor:
     return (places >= limits[0]) & (places < limits[-1])
 
 
+def _seen(q_limits: Tensor, k_limits: Tensor, tokens: int) -> Tensor:
+    """[T] bool: tokens of prompts that any query follows. Kernels need not write the gradients of others."""
+    places = torch.arange(tokens, device=k_limits.device, dtype=k_limits.dtype)
+    prompts = torch.searchsorted(k_limits, places, right=True) - 1
+    followed = q_limits.diff() > 0
+    return _inside(k_limits, tokens) & followed[prompts.clamp(0, len(followed) - 1)]
+
+
 def merge(
     causal: Tensor, causal_lse: Tensor, prompt: Tensor, prompt_lse: Tensor, q_limits: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -63,9 +71,9 @@ def merge(
 
 def add(causal: Gradients, prompt: Gradients, q_limits: Tensor, k_limits: Tensor) -> Gradients:
     """Adds up the gradients of queries, keys and values by both calls."""
-    queries, keys = (_inside(x, len(causal[0]))[:, None, None] for x in (q_limits, k_limits))
+    queries, keys = _inside(q_limits, len(causal[0])), _seen(q_limits, k_limits, len(causal[0]))
     found = [
-        (by_causal + torch.where(mask, by_prompt, 0.0)).contiguous()
+        (by_causal + torch.where(mask[:, None, None], by_prompt, 0.0)).contiguous()
         for by_causal, by_prompt, mask in zip(causal, prompt, (queries, keys, keys), strict=True)
     ]
     return found[0], found[1], found[2]
