@@ -3,10 +3,10 @@
     T  queries      K  keys and values, in the order of the row      h, g  heads of queries, of keys and values
     d  width of a head of queries and keys                           v     of values
 
-On CUDA in bfloat16 one call of FlashAttention does the whole row, and a second one where responses share prompts
-(shared_attention.py). Elsewhere all runs of one shape are a call of scaled_dot_product_attention, which is slow on a
-GPU: the log says so. That part is not compiled: every other length would compile it again. So go the runs of which each
-query attends to chosen keys alone (sparse_attention.py), in any type.
+On CUDA in bfloat16 one call of FlashAttention or cuDNN does the whole row, and a second one where responses share
+prompts (shared_attention.py). Elsewhere all runs of one shape are a call of scaled_dot_product_attention, which is slow
+on a GPU: the log says so. That part is not compiled: every other length would compile it again. So go the runs of which
+each query attends to chosen keys alone (sparse_attention.py), in any type.
 """
 
 from __future__ import annotations

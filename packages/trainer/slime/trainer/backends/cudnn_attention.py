@@ -62,7 +62,7 @@ def find_plan(query: Tensor, key: Tensor, bounds: Bounds, causal: bool, scale: f
     """Returns what computes attention over query [T, h, d] and key [T, g, d]; None if FlashAttention has to."""
     tokens, heads, width = query.shape
     fits = width == _WIDTH and tokens * heads * width < _MAX_ELEMENTS and len(key) == tokens
-    # Its deterministic gradients take memory for all pairs of a query and a key, and not of tokens but of the bounds.
+    # Deterministic gradients would need memory for every pair of a query and a key that the bounds have room for.
     if not fits or torch.are_deterministic_algorithms_enabled() or not _wanted(query.device):
         return None
     scale = width**-0.5 if scale is None else scale
@@ -262,7 +262,10 @@ class AttentionPlan:
         q_limits: Tensor,
         k_limits: Tensor,
     ) -> Gradients:
-        """Returns the gradients of query, key and value. lse: [T, h]; tokens of no run are not written."""
+        """Returns the gradients of query [T, h, d], key and value [T, g, d]; those of tokens of no run are not written.
+
+        gradient, output: [T, h, d]. lse: [T, h] float32.
+        """
         found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         names, tensors = (*self._saved, *self._gradients), (query, key, value, output, gradient, lse, *found)
         self._back.run(q_limits, k_limits, dict(zip(names, tensors, strict=True)))
