@@ -33,6 +33,10 @@ def test_ranks_fail_together_and_stay_in_step(results: dict[str, Any], case: str
     assert in_step == also_in_step == [0, 1]
 
 
+def test_every_rank_gets_the_values_of_all_whatever_their_sizes(results: dict[str, Any]):
+    assert results["long-and-short"] == [[[], [0, 1]]] * 2
+
+
 def test_frozen_weights_are_exported_as_their_files_have_them(results: dict[str, Any]):
     first, second = results["export"]
     assert first == ["no error", [0, 1], True]

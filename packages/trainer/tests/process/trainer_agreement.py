@@ -1,5 +1,6 @@
 """Run by test_trainer_agreement in two processes; see `trainer_processes.run_cases`. One rank fails in each case."""
 
+import itertools
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from trainer_processes import run_cases
 from trainer_tiny import Runner, make_samples, make_settings
 
 from slime.trainer.checkpoints import checkpoint
-from slime.trainer.process.collective import Ranks
+from slime.trainer.process.collective import FRAME, Ranks
 from slime.trainer.step.sharing import share
 from slime.types.errors import SlimeError
 
@@ -116,7 +117,18 @@ def _exported(runner: Runner, path: Path) -> list[Any]:
     return outcome(ranks, lambda: ranks.on_first(write, weights, adapter.weights))
 
 
+def long_and_short_values(ranks: Ranks, models: Path) -> list[Any]:
+    """The JSON of a text of n characters has n + 2 bytes."""
+    wrong = []
+    for sizes in itertools.product((0, FRAME - 3, FRAME - 2, FRAME - 1, 3 * FRAME), repeat=2):
+        expected = [str(rank) * size for rank, size in enumerate(sizes)]
+        if ranks.gather(expected[ranks.rank]) != expected:
+            wrong.append(sizes)
+    return [wrong, ranks.gather(ranks.rank)]
+
+
 CASES = {
+    "long-and-short": long_and_short_values,
     "unencodable": unencodable,
     "advantages": advantages,
     "export-cut": export_of_a_cut_model,

@@ -19,6 +19,8 @@ from slime.trainer.process.stores import meeting_store
 from slime.types.errors import DataLoss, InvalidSetting, RemoteError, SlimeError, error_classes
 
 T = TypeVar("T")
+# The size of a value and its first bytes travel together, so that most values, which are short, need one exchange.
+FRAME, SIZE_BYTES = 4096, 8
 # In the store where ranks meet: the error of the first rank that left.
 LEFT = "slime-left"
 
@@ -113,14 +115,21 @@ class Ranks:
         """Returns a JSON value of every rank, in their order."""
         if self.control is None:
             return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.control)
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = [torch.zeros_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(texts, padded, group=self.control)
-        return [json.loads(text[: int(size)].numpy().tobytes()) for size, text in zip(sizes, texts, strict=True)]
+        text = json.dumps(value).encode()
+        frames = self._exchange(len(text).to_bytes(SIZE_BYTES, "little") + text[:FRAME], SIZE_BYTES + FRAME)
+        sizes = [int.from_bytes(frame[:SIZE_BYTES], "little") for frame in frames]
+        rests = [b""] * len(frames)
+        if max(sizes) > FRAME:
+            rests = self._exchange(text[FRAME:], max(sizes) - FRAME)
+        texts = ((frame + rest)[SIZE_BYTES:] for frame, rest in zip(frames, rests, strict=True))
+        return [json.loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    def _exchange(self, data: bytes, size: int) -> list[bytes]:
+        """Returns the bytes of every rank, filled up to `size`."""
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own, group=self.control)
+        return [each.numpy().tobytes() for each in found]
 
     def together(self, work: Callable[[], T]) -> T:
         """Returns `work()` of this rank. If it failed on any rank, every rank raises, and names the one that failed.
