@@ -33,7 +33,7 @@ def test_ranks_fail_together_and_stay_in_step(results: dict[str, Any], case: str
     assert in_step == also_in_step == [0, 1]
 
 
-def test_every_rank_gets_the_values_of_all_whatever_their_sizes(results: dict[str, Any]):
+def test_every_rank_gets_values_of_any_size_in_the_fewest_exchanges(results: dict[str, Any]):
     assert results["long-and-short"] == [[[], [0, 1]]] * 2
 
 

@@ -20,7 +20,7 @@ from slime.types.errors import DataLoss, InvalidSetting, RemoteError, SlimeError
 
 T = TypeVar("T")
 # The size of a value and its first bytes travel together, so that most values, which are short, need one exchange.
-FRAME, SIZE_BYTES = 4096, 8
+FRAME_BYTES, SIZE_BYTES = 4096, 8
 # In the store where ranks meet: the error of the first rank that left.
 LEFT = "slime-left"
 
@@ -116,16 +116,16 @@ class Ranks:
         if self.control is None:
             return [value]
         text = json.dumps(value).encode()
-        frames = self._exchange(len(text).to_bytes(SIZE_BYTES, "little") + text[:FRAME], SIZE_BYTES + FRAME)
+        frames = self._exchange(len(text).to_bytes(SIZE_BYTES, "little") + text[:FRAME_BYTES], SIZE_BYTES + FRAME_BYTES)
         sizes = [int.from_bytes(frame[:SIZE_BYTES], "little") for frame in frames]
         rests = [b""] * len(frames)
-        if max(sizes) > FRAME:
-            rests = self._exchange(text[FRAME:], max(sizes) - FRAME)
+        if max(sizes) > FRAME_BYTES:
+            rests = self._exchange(text[FRAME_BYTES:], max(sizes) - FRAME_BYTES)
         texts = ((frame + rest)[SIZE_BYTES:] for frame, rest in zip(frames, rests, strict=True))
         return [json.loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def _exchange(self, data: bytes, size: int) -> list[bytes]:
-        """Returns the bytes of every rank, filled up to `size`."""
+        """Returns the bytes of every rank, each filled up to `size` bytes with zeros."""
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(found, own, group=self.control)
