@@ -62,7 +62,7 @@ def test_what_is_damaged_is_named_and_set_aside(settings, flags, capsys):
     with serve(BufferSettings(**settings)) as service:
         (group,) = service.buffer.store.groups(indexes=[1])
         service.buffer.payloads.delete(group.payload)
-        stray = service.buffer.payloads.write(2, [b"of a crash"])
+        (stray,) = service.buffer.payloads.write([(2, [b"of a crash"])])
     for _ in range(2):
         found = command(capsys, "check", *flags, expect=1)
         assert "group 1 (sealed): payload " in found and f"{stray}: left by a crash" in found

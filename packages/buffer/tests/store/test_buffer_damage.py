@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,10 @@ def columns(database: sqlite3.Connection) -> dict[str, list[tuple]]:
     return found
 
 
-@pytest.mark.parametrize("older", [TO_VERSION_3, TO_VERSION_3 + TO_VERSION_1], ids=["3", "1"])
+TO_VERSION_4 = "PRAGMA user_version = 4;"
+
+
+@pytest.mark.parametrize("older", [TO_VERSION_4, TO_VERSION_3, TO_VERSION_3 + TO_VERSION_1], ids=["4", "3", "1"])
 def test_a_database_of_an_older_version_is_brought_to_this_version(settings, directory, older):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
@@ -169,9 +173,12 @@ def test_a_database_of_an_older_version_is_brought_to_this_version(settings, dir
             client.get_run()
             assert len(list(client.read_step(0, range(len(client.seal_step(0, 2)))))) == 2
             # Version 1 has no digests of prompts.
-            same = "mine" if older == TO_VERSION_3 else "whatever"
+            same = "whatever" if TO_VERSION_1 in older else "mine"
             assert client.add_prompts([same], key="k").duplicate
             assert [group.group_index for group in client.list_groups(["ready"])] == [3]
+        with closing(sqlite3.connect(directory / "state.sqlite")) as connection:
+            # An earlier version would take groups that share a file for lost ones.
+            assert connection.execute("PRAGMA user_version").fetchone() == (5,)
     fresh = sqlite3.connect(":memory:")
     fresh.executescript(SCHEMA + ";".join(ADDED))
     assert columns(sqlite3.connect(directory / "state.sqlite")) == columns(fresh)
@@ -181,13 +188,15 @@ def test_a_database_of_an_older_version_is_brought_to_this_version(settings, dir
         assert [sample.prompt for sample in lease.group.samples] == ["q2"]
 
 
+@pytest.mark.parametrize("version", [4, 5])
 @pytest.mark.parametrize("table", ["group_templates", "group_summaries"])
-def test_groups_that_lost_their_prompts_or_summaries_are_an_error(settings, directory, table):
+def test_groups_that_lost_their_prompts_or_summaries_are_an_error(settings, directory, table, version):
     with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
         client.open_run("run")
         complete(client, 2)
     with sqlite3.connect(directory / "state.sqlite") as connection:
         connection.execute(f"DELETE FROM {table} WHERE group_index = 1")
+        connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     with pytest.raises(InvalidFile, match="is damaged: groups lack their prompts or summaries: restore a backup"):
         serve(BufferSettings(**settings))

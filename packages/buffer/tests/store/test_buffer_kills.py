@@ -32,7 +32,7 @@ def flags(storage: Callable[[], dict[str, str]], tmp_path: Path, port: int) -> l
 
 
 @pytest.mark.stores("sqlite", "postgresql and s3")
-def test_a_buffer_that_is_killed_goes_on_where_it_was(flags: list[str]) -> None:
+def test_a_buffer_that_is_killed_goes_on_where_it_was(flags: list[str], tmp_path: Path) -> None:
     with ExitStack() as stack:
         process = stack.enter_context(buffer_process(*flags))
         address = listening(process)
@@ -43,6 +43,7 @@ def test_a_buffer_that_is_killed_goes_on_where_it_was(flags: list[str]) -> None:
             process = stack.enter_context(buffer_process(*flags))
 
         train_everything(address, 32, kill, every=3)
+    assert not [path for path in tmp_path.glob("state/payloads/*/*") if path.is_file()]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from slime.buffer.settings import BufferSettings
 from slime.buffer.store.blobs import FilePayloads
 from slime.buffer.store.objects import ObjectPayloads
 from slime.types.clients import BufferClient
-from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, Unavailable
+from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, OutOfSpace, Unavailable
 from slime.types.rpc import RpcSettings
 
 BUCKET = "samples"
@@ -102,7 +102,7 @@ def test_strays_of_a_crash_are_kept_aside(settings, keys):
         client.open_run("run")
         client.add_prompts(["a"])
         complete(client, 1)
-        service.buffer.payloads.write(0, [b"of a crash"])
+        service.buffer.payloads.write([(0, [b"of a crash"])])
     before = keys("payloads")
     with serve(BufferSettings(**settings)):
         (kept,), (aside,) = keys("payloads"), keys("lost+found")
@@ -197,3 +197,25 @@ def test_wrong_settings_are_named(words, message, capsys):
     assert main(["serve", *words]) == 2
     shown = capsys.readouterr().err
     assert message in shown and "s3cret" not in shown
+
+
+@pytest.mark.parametrize(("status", "error", "left"), [(507, OutOfSpace, 1), (503, Unavailable, 2)])
+def test_a_call_that_is_not_stored_whole_leaves_nothing_behind_a_full_store(
+    settings, keys, monkeypatch, status, error, left
+):
+    """A store that does not answer is asked for nothing more; what is left there is set aside at the next start."""
+    with serve(BufferSettings(**settings)) as service:
+        payloads = service.buffer.payloads
+        (kept,) = payloads.write([(0, [b"kept"])])
+        put = payloads._client.put_object
+
+        def full(**arguments: Any) -> Any:
+            if arguments["Body"] == b"c":
+                refusal = {"Error": {"Code": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+                raise payloads._client.exceptions.ClientError(refusal, "PutObject")
+            return put(**arguments)
+
+        monkeypatch.setattr(payloads._client, "put_object", full)
+        with pytest.raises(error):
+            payloads.write([(1, [b"a"]), (2, [b"c"]), (3, [b"d"])])
+        assert len(keys("payloads")) == left and any(key.endswith(kept) for key in keys("payloads"))

@@ -43,7 +43,7 @@ def test_a_payload_is_whole_although_writes_and_reads_are_partial(
         patch.setattr(os, "writev", short_write)
         patch.setattr(os, "pread", short_read)
         payloads = FilePayloads(Path(directory))
-        name = payloads.write(7, parts)
+        (name,) = payloads.write([(7, parts)])
         assert (Path(directory) / name).read_bytes() == b"".join(parts)
         assert payloads.size(name) == end
         assert payloads.read(name, ranges) == parts
@@ -54,7 +54,7 @@ def test_a_payload_is_whole_although_writes_and_reads_are_partial(
 
 def test_ranges_that_follow_each_other_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     payloads = FilePayloads(tmp_path)
-    name = payloads.write(0, [b"first", b"second", b"third"])
+    (name,) = payloads.write([(0, [b"first", b"second", b"third"])])
     reads: list[tuple[int, int]] = []
     pread = os.pread
 
@@ -72,7 +72,7 @@ def test_files_are_flushed_at_the_same_time_and_one_that_fails_fails_them_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payloads = FilePayloads(tmp_path, fsync=True)
-    names = [payloads.write(index, [b"samples"]) for index in range(3)]
+    names = [name for index in range(3) for name in payloads.write([(index, [b"samples"])])]
     # Three files, their directory, and the one above it.
     together = threading.Barrier(5, timeout=60)
     monkeypatch.setattr(os, "fsync", lambda descriptor: together.wait())
@@ -99,7 +99,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_no_file(tmp_path: Path, monke
     monkeypatch.setattr(os, "writev", full)
     payloads = FilePayloads(tmp_path)
     with pytest.raises(OutOfSpace, match="no space for 6 bytes"):
-        payloads.write(0, [b"abc", b"def"])
+        payloads.write([(0, [b"abc", b"def"])])
     assert payloads.names() == set() and not [path for path in tmp_path.rglob("*") if path.is_file()]
     payloads.delete("000000/0000000000-00000000")
 

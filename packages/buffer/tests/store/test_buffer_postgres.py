@@ -60,11 +60,12 @@ def fill(settings: dict[str, Any], groups: int = 3) -> None:
         ("DROP TABLE buffer_meta", "it has no table buffer_meta"),
         ("DELETE FROM buffer_meta", "buffer_meta has 0 rows"),
         ("DELETE FROM state; DELETE FROM groups", "not those of"),
-        ("DELETE FROM groups", "is older than 3 payloads"),
+        ("DELETE FROM groups", "is older than 3 files"),
         ("DELETE FROM group_templates WHERE group_index = 1", "groups lack their prompts or summaries"),
         ("DELETE FROM group_summaries WHERE group_index = 1", "groups lack their prompts or summaries"),
-        ("DROP TABLE group_templates; UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 4"),
-        ("UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 4"),
+        ("DROP TABLE group_templates; UPDATE buffer_meta SET version = 4", "it has no table group_templates"),
+        ("DROP TABLE group_templates; UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 5"),
+        ("UPDATE buffer_meta SET version = 99", "schema version 99, expected at most 5"),
     ],
 )
 def test_a_database_that_lost_something_is_an_error_and_no_sample_is_touched(settings, execute, damage, message):
@@ -78,19 +79,24 @@ def test_a_database_that_lost_something_is_an_error_and_no_sample_is_touched(set
     assert sorted(directory.rglob("*")) == before
 
 
-def test_a_database_of_version_3_is_brought_to_this_version(settings, execute):
+TO_VERSION_3 = (
+    "ALTER TABLE groups ADD COLUMN template BYTEA, ADD COLUMN summaries BYTEA;"
+    "UPDATE groups SET template = t.template FROM group_templates t WHERE t.group_index = groups.group_index;"
+    "UPDATE groups SET summaries = s.summaries FROM group_summaries s WHERE s.group_index = groups.group_index;"
+    "ALTER TABLE groups ALTER COLUMN template SET NOT NULL;"
+    "DROP TABLE group_templates, group_summaries; UPDATE buffer_meta SET version = 3"
+)
+
+
+@pytest.mark.parametrize("older", [TO_VERSION_3, "UPDATE buffer_meta SET version = 4"], ids=["3", "4"])
+def test_a_database_of_an_older_version_is_brought_to_this_version(settings, execute, older):
     fill(settings)
-    execute(
-        "ALTER TABLE groups ADD COLUMN template BYTEA, ADD COLUMN summaries BYTEA;"
-        "UPDATE groups SET template = t.template FROM group_templates t WHERE t.group_index = groups.group_index;"
-        "UPDATE groups SET summaries = s.summaries FROM group_summaries s WHERE s.group_index = groups.group_index;"
-        "ALTER TABLE groups ALTER COLUMN template SET NOT NULL;"
-        "DROP TABLE group_templates, group_summaries; UPDATE buffer_meta SET version = 3"
-    )
+    execute(older)
     for _ in range(2):
         with serve(BufferSettings(**settings)) as service, BufferClient(service.address) as client:
             client.open_run("run")
             assert len(client.seal_step(0, 3)) == len(list(client.read_step(0, range(3)))) == 3
+        assert execute("SELECT version FROM buffer_meta") == [(5,)]
     columns = "SELECT column_name FROM information_schema.columns WHERE table_name = 'groups'"
     assert not {("template",), ("summaries",)} & {*execute(f"{columns} AND table_schema = current_schema()")}
 

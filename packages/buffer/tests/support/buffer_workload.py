@@ -47,7 +47,7 @@ def train_everything(
 ) -> None:
     """Trains on all of `prompts` groups, and asserts that none is lost and none is trained on twice.
 
-    disturb: called after each `every` steps with their number.
+    disturb: called after each `every` steps with their number. Some workers complete their groups in one call.
     """
     with BufferClient(address, settings=PATIENT) as client:
         client.open_run("run")
@@ -56,18 +56,25 @@ def train_everything(
     over = threading.Event()
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def work(together: bool) -> None:
         try:
             with BufferClient(address, writer, settings=PATIENT) as client:
                 while not over.is_set():
                     # The leases of an answer that broke off expire, and a lease may expire during an outage.
                     with suppress(Unavailable, DeadlineExceeded, LeaseLost):
-                        for lease in client.lease_groups(2, ttl_seconds=LEASE_SECONDS, wait_seconds=0.2):
-                            client.complete_group(lease.token, finish(lease.group.samples, lease.group.group_index))
+                        leased = client.lease_groups(2, ttl_seconds=LEASE_SECONDS, wait_seconds=0.2)
+                        groups = [
+                            (lease.token, finish(lease.group.samples, lease.group.group_index)) for lease in leased
+                        ]
+                        if together:
+                            client.complete_groups(groups)
+                        else:
+                            for token, samples in groups:
+                                client.complete_group(token, samples)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(workers)]
+    threads = [threading.Thread(target=work, args=[number % 2 == 0]) for number in range(workers)]
     for thread in threads:
         thread.start()
     trained: Counter[int] = Counter()

@@ -250,11 +250,12 @@ class Leases:
             for position, (group, each) in enumerate(zip(leased, handed_in, strict=True))
         ]
         columns = [of_group for of_group, _ in checked]
+        stored = [(group, *each) for group, each in zip(leased, checked, strict=True) if group is not None and each[1]]
         try:
-            for group, (of_group, parts) in zip(leased, checked, strict=True):
-                if group is not None and parts:
-                    of_group["payload"] = self.payloads.write(group.group_index, parts)
-            self.payloads.flush([of_group["payload"] for of_group in columns if "payload" in of_group])
+            names = self.payloads.write([(group.group_index, parts) for group, _, parts in stored])
+            for (_, of_group, _), name in zip(stored, names, strict=True):
+                of_group["payload"] = name
+            self.payloads.flush(names)
             with self.store.transaction():
                 authorise()
                 # A lease may have ended meanwhile.

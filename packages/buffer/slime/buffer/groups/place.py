@@ -127,7 +127,7 @@ def _restore_group(line: dict[str, Any], store: Store, prompts: Prompts, payload
         checksums=tuple(map(zlib.crc32, samples)),
     )
     if samples:
-        group.payload = payloads.write(group.group_index, samples)
+        (group.payload,) = payloads.write([(group.group_index, samples)])
         payloads.flush([group.payload])
     store.insert_groups([group])
 

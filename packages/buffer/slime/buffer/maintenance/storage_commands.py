@@ -16,7 +16,7 @@ from slime.buffer.maintenance.strays import find_strays, set_strays_aside
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store import urls
 from slime.buffer.store.base import Payloads, State
-from slime.buffer.store.blobs import FilePayloads
+from slime.buffer.store.blobs import FilePayloads, file_of
 from slime.buffer.store.objects import ObjectPayloads
 from slime.buffer.store.opening import DATABASE, PAYLOADS, STORE_ID, Storage, check_existing, open_storage
 from slime.buffer.store.sqlite import FULL
@@ -41,7 +41,7 @@ def check(settings: BufferSettings) -> list[str]:
                 error = quarantine.problem(group)
                 if error is not None:
                     problems.append(f"group {group.group_index} ({group.state}): {error.message}")
-        strays, newer = find_strays(storage.store, storage.payloads)
+        strays, newer = find_strays(storage.store, storage.payloads, storage.store.payload_names())
         problems += [f"no group names {storage.payloads.name}/{name}: left by a crash" for name in sorted(strays)]
         problems += [f"the database is older than {storage.payloads.name}/{name}" for name in sorted(newer)]
         return problems
@@ -141,7 +141,7 @@ def _copy_owner(payloads: Payloads, partial: Path, settings: BufferSettings) -> 
         FilePayloads(partial / PAYLOADS).claim(known)
 
 
-# Copies the payload (name, bytes) to a file; raises DataLoss if it is gone.
+# Copies a file, or an object of so many bytes, to a file; raises DataLoss if it is gone.
 Fetch = Callable[[str, int, Path], None]
 
 
@@ -167,14 +167,16 @@ def _copy_payloads(fetch: Fetch, partial: Path) -> tuple[int, int]:
     with closing(sqlite3.connect(partial / DATABASE)) as connection:
         (groups,) = connection.execute("SELECT count(*) FROM groups").fetchone()
         query = "SELECT payload, payload_bytes FROM groups WHERE payload IS NOT NULL"
-        payloads = dict(connection.execute(query).fetchall())
+        payloads = connection.execute(query).fetchall()
+    # Groups may share a file; an object holds one.
+    sizes = {file_of(name): size for name, size in payloads}
     target = partial / PAYLOADS
     target.mkdir(exist_ok=True)
-    wanted = {target / name for name in payloads}
+    wanted = {target / name for name in sizes}
     for path in target.glob("*/*"):
         if path not in wanted:
             path.unlink()
-    for name, size in payloads.items():
+    for name, size in sizes.items():
         if not (target / name).exists():
             (target / name).parent.mkdir(exist_ok=True)
             fetch(name, size, target / name)

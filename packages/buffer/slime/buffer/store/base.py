@@ -239,7 +239,7 @@ class Store(ABC):
 
 
 class Payloads(ABC):
-    """Named byte strings, written once, with names that `payload_name` makes.
+    """Named byte strings, one for each group, written once. Those that are written together may share a file.
 
     Every method raises Unavailable if the storage does not answer. name, lost_and_found: where payloads lie, and where
     those that are set aside go, for messages.
@@ -248,9 +248,15 @@ class Payloads(ABC):
     name: str
     lost_and_found: str
 
+    def track(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Takes `names` as those of all payloads in use; call it before the first `write`, `delete` or `set_aside`."""
+
     @abstractmethod
-    def write(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
-        """Stores the concatenation of `parts`; returns its name. Raises OutOfSpace, and leaves nothing behind then."""
+    def write(self, groups: Sequence[tuple[int, Sequence[bytes | memoryview]]]) -> list[str]:
+        """Stores a payload for each (group index, parts), the concatenation of the parts; returns their names.
+
+        Raises OutOfSpace, and leaves nothing behind then.
+        """
 
     def flush(self, names: Collection[str]) -> None:  # noqa: B027
         """Makes payloads survive a power cut where that was asked for and `write` does not; call it before the state
@@ -266,15 +272,15 @@ class Payloads(ABC):
 
     @abstractmethod
     def set_aside(self, name: str) -> None:
-        """Sets a payload aside, if it exists; no call finds it afterwards."""
+        """Sets a payload, or one of `names`, aside, if it exists; it is deleted then. Raises OutOfSpace."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Removes a payload, if it exists."""
+        """Removes a payload, if it exists. A shared file goes with the last of its payloads."""
 
     @abstractmethod
     def names(self) -> set[str]:
-        """Returns the names of all payloads."""
+        """Returns the names of all files or objects that hold payloads: what `file_of` returns for their names."""
 
     def exist(self) -> bool:
         """Returns whether there is any payload."""

@@ -1,8 +1,13 @@
-"""Payloads as files: one file per group, written under a temporary name and renamed.
+"""Payloads as files: one file for the groups of a call, written under a temporary name and renamed.
 
-A file is never written again: a group that is returned and completed later gets a new file, and the old one is deleted
-once the state names the new one. With `fsync` files and their directories reach the disk before `flush` returns;
-without it, a completed group survives the death of the process but not a power cut, after which `read` raises DataLoss.
+The payload of a call's only group is named like its file. Those of several groups are spans of one file, each named
+`FILE@POSITION.OFFSET.SIZE`: its position in the call, and its place in the file in bytes.
+
+A file is never written again: a group that is returned and completed later gets a new payload, and the old one is
+deleted once the state names the new one. A file is deleted with the last of its payloads: until then, the bytes of
+groups that were released earlier stay on the disk. With `fsync` files and their directories reach the disk before
+`flush` returns; without it, a completed group survives the death of the process but not a power cut, after which `read`
+raises DataLoss.
 """
 
 from __future__ import annotations
@@ -13,10 +18,13 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from slime.buffer.store.base import Payloads
 from slime.types.directories import try_lock
@@ -34,10 +42,21 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 IOV_MAX = 1024
 _NAME = re.compile(r"\d{6}/(\d{10,})-[0-9a-f]{8}")
 _PARTIAL = re.compile(_NAME.pattern + r"\.part")
+_SPAN = re.compile(rf"({_NAME.pattern})@(\d+)\.(\d+)\.(\d+)")
+
+
+class _Span(NamedTuple):
+    """The place of a payload in a file that it shares. position: of its group in the call that wrote the file."""
+
+    file: str
+    position: int
+    offset: int
+    size: int
 
 
 class FilePayloads(Payloads):
-    """Payloads below `directory`, as `SHARD/GROUP-RANDOM`; those that are set aside go below `lost+found` beside it.
+    """Payloads below `directory`, in files `SHARD/GROUP-RANDOM`, where GROUP is the highest index of the groups in it.
+    Those that are set aside go below `lost+found` beside it.
 
     create: create the directory; without it, a missing directory counts as empty.
     """
@@ -49,6 +68,9 @@ class FilePayloads(Payloads):
         self.lost_and_found = str(self._aside)
         self._owner = directory.parent / "payloads-of"
         self.fsync = fsync
+        # Positions of the spans in use, by file, as bits: a set for each file would take much more memory.
+        self._in_use: dict[str, int] = {}
+        self._in_use_lock = threading.Lock()
         # Starts threads when they are needed.
         self._flushing = ThreadPoolExecutor(FLUSHED_TOGETHER, thread_name_prefix="fsync")
         try:
@@ -62,14 +84,36 @@ class FilePayloads(Payloads):
                 field="buffer_dir", value=str(directory), expected="a directory",
             ) from None  # fmt: skip
 
-    def write(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
-        name = payload_name(group_index)
+    def track(self, names: Iterable[str]) -> None:
+        in_use: dict[str, int] = {}
+        for span in filter(None, map(_span, names)):
+            in_use[span.file] = in_use.get(span.file, 0) | 1 << span.position
+        with self._in_use_lock:
+            self._in_use = in_use
+
+    def write(self, groups: Sequence[tuple[int, Sequence[bytes | memoryview]]]) -> list[str]:
+        if not groups:
+            return []
+        # The highest index, because its group was drawn last: an older database does not know it, see `find_strays`.
+        file = payload_name(max(group_index for group_index, _ in groups))
+        sizes = [sum(map(len, parts)) for _, parts in groups]
+        what = f"group {groups[0][0]}" if len(groups) == 1 else counted(len(groups), "group")
+        self._write_file(file, [part for _, parts in groups for part in parts], what, sum(sizes))
+        if len(groups) == 1:
+            return [file]
+        with self._in_use_lock:
+            self._in_use[file] = (1 << len(groups)) - 1
+        offsets = accumulate(sizes, initial=0)
+        return [f"{file}@{n}.{offset}.{size}" for n, (size, offset) in enumerate(zip(sizes, offsets, strict=False))]
+
+    def _write_file(self, name: str, parts: Sequence[bytes | memoryview], what: str, size: int) -> None:
+        """Writes a new file. what, size: what is in it and its bytes, for errors."""
         path = self._path(name)
         partial = path + ".part"
         try:
             try:
                 descriptor = os.open(partial, NEW, 0o666)
-            except FileNotFoundError:  # the first group of its directory
+            except FileNotFoundError:  # the first file of its directory
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 descriptor = os.open(partial, NEW, 0o666)
             try:
@@ -81,14 +125,13 @@ class FilePayloads(Payloads):
             _remove(partial)
             _remove(path)
             if error.errno in FULL:
-                raise self._out_of_space(f"group {group_index}", sum(map(len, parts)), error) from error
+                raise self._out_of_space(what, size, error) from error
             raise
-        return name
 
     def flush(self, names: Collection[str]) -> None:
         if not self.fsync or not names:
             return
-        paths = [Path(self._path(name)) for name in names]
+        paths = [Path(self._path(file)) for file in set(map(file_of, names))]
         try:
             # At the same time, so that the disk writes them together. The state names none of them yet, so their order
             # and that of their directories does not matter.
@@ -96,7 +139,7 @@ class FilePayloads(Payloads):
         except OSError as error:
             if error.errno in FULL:
                 size = sum(path.stat().st_size for path in paths)
-                raise self._out_of_space(counted(len(paths), "group"), size, error) from error
+                raise self._out_of_space(counted(len(names), "group"), size, error) from error
             raise
 
     def _out_of_space(self, what: str, size: int, error: OSError) -> OutOfSpace:
@@ -106,14 +149,16 @@ class FilePayloads(Payloads):
         )  # fmt: skip
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        path = self._path(name)
+        path, span, places = self._path(name), _span(name), ranges
+        if span is not None:
+            # Bytes behind the span belong to another group.
+            places = [(span.offset + offset, max(0, min(length, span.size - offset))) for offset, length in ranges]
         try:
-            # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = self._open(name)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise DataLoss(f"payload {path} is not a regular file", field="payload", value=name)
-                parts = _read_ranges(descriptor, ranges)
+                parts = _read_ranges(descriptor, places)
             finally:
                 os.close(descriptor)
         except FileNotFoundError:
@@ -130,20 +175,65 @@ class FilePayloads(Payloads):
                 )
         return parts
 
+    def _open(self, name: str) -> int:
+        """Opens the file of a payload for reading."""
+        # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
+        return os.open(self._path(file_of(name)), os.O_RDONLY | os.O_NONBLOCK)
+
     def size(self, name: str) -> int | None:
         try:
-            return os.stat(self._path(name)).st_size
+            size = os.stat(self._path(file_of(name))).st_size
         except OSError:
             return None
+        span = _span(name)
+        return size if span is None else min(span.size, max(0, size - span.offset))
 
     def delete(self, name: str) -> None:
-        _remove(self._path(name))
+        span = _span(name)
+        if span is None or self._release(span):
+            _remove(self._path(file_of(name)))
+
+    def _release(self, span: _Span) -> bool:
+        """Notes that a span is no longer in use; returns whether it was the last one of its file that was."""
+        with self._in_use_lock:
+            # A file that is not known may have spans in use. If it has none, the next start sets it aside.
+            before = self._in_use.get(span.file, 0)
+            after = before & ~(1 << span.position)
+            if after:
+                self._in_use[span.file] = after
+            else:
+                self._in_use.pop(span.file, None)
+            return bool(before) and not after
 
     def set_aside(self, name: str) -> None:
         target = self._aside / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.directory / name, target)
+        span = _span(name)
+        if span is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.directory / name, target)
+            return
+        if data := self._readable(span):
+            try:
+                target.write_bytes(data)
+            except OSError as error:
+                _remove(str(target))
+                if error.errno in FULL:
+                    raise self._out_of_space(f"damaged payload {name}", len(data), error) from error
+                raise
+        self.delete(name)
+
+    def _readable(self, span: _Span) -> bytes:
+        """Returns the bytes of a span, up to the first that cannot be read."""
+        data = b""
+        with contextlib.suppress(OSError):
+            descriptor = self._open(span.file)
+            try:
+                while more := os.pread(descriptor, span.size - len(data), span.offset + len(data)):
+                    data += more
+            finally:
+                os.close(descriptor)
+        return data
 
     def names(self) -> set[str]:
         return {name for name in self._files() if not _PARTIAL.fullmatch(name)}
@@ -190,13 +280,25 @@ class FilePayloads(Payloads):
 
 
 def payload_name(group_index: int) -> str:
-    """Returns a new name for the samples of a group."""
+    """Returns a new name for a file or an object. group_index: the highest of the groups whose samples it holds."""
     return f"{group_index // GROUPS_PER_DIRECTORY:06d}/{group_index:010d}-{secrets.token_hex(4)}"
 
 
-def group_of(name: str) -> int | None:
-    """Returns the index of the group whose samples a payload holds; None for a name that is not a payload's."""
-    match = _NAME.fullmatch(name)
+def file_of(name: str) -> str:
+    """Returns the name of the file or object that holds a payload."""
+    span = _span(name)
+    return name if span is None else span.file
+
+
+def _span(name: str) -> _Span | None:
+    """Returns the place of a payload in a file that it shares; None if it has one of its own."""
+    match = _SPAN.fullmatch(name)
+    return match and _Span(match[1], int(match[3]), int(match[4]), int(match[5]))
+
+
+def group_of(file: str) -> int | None:
+    """Returns the highest index of the groups whose samples a file holds; None for a name that is not of its form."""
+    match = _NAME.fullmatch(file)
     return int(match[1]) if match else None
 
 

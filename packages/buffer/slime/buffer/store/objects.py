@@ -59,11 +59,22 @@ class ObjectPayloads(Payloads):
                 field=PAYLOADS, value=url, expected=expected,
             ) from error  # fmt: skip
 
-    def write(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
-        name = payload_name(group_index)
-        with self._errors(name):
-            self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(parts))
-        return name
+    def write(self, groups: Sequence[tuple[int, Sequence[bytes | memoryview]]]) -> list[str]:
+        names: list[str] = []
+        try:
+            for group_index, parts in groups:
+                name = payload_name(group_index)
+                with self._errors(name):
+                    self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(parts))
+                names.append(name)
+        except Unavailable:
+            # Each deletion would wait for the store, too. The next start sets the objects aside.
+            raise
+        except BaseException:
+            for name in names:
+                self.delete(name)
+            raise
+        return names
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         first = min((offset for offset, _ in ranges), default=0)

@@ -105,8 +105,8 @@ class PostgresStore(SqlStore):
             if "buffer_meta" in found:
                 self._check_version()
             missing = {"buffer_meta", *TABLES} - found
-            if missing == {*CONTENT_TABLES}:
-                missing -= self._migrated()
+            if "buffer_meta" in found:
+                missing -= self._migrated(missing)
             if not found:
                 if has_payloads():
                     raise self._lost("it is empty")
@@ -127,19 +127,22 @@ class PostgresStore(SqlStore):
                 "UPDATE buffer_meta SET epoch = epoch + 1, server = %s RETURNING epoch", [self._session.server]
             ).fetchone()
 
-    def _migrated(self) -> set[str]:
-        """Brings a schema of version 3 to this version, and returns the tables that this adds."""
+    def _migrated(self, missing: set[str]) -> set[str]:
+        """Brings a schema of version 3 or 4 to this version, and returns the tables that this adds."""
         connection = self._session.connection
-        if connection.execute("SELECT version FROM buffer_meta").fetchall() != [(3,)]:
+        ((version,),) = connection.execute("SELECT version FROM buffer_meta").fetchall()
+        added = {*CONTENT_TABLES} if version == 3 else set()
+        if version not in (3, 4) or missing != added:
             return set()
         log.info(
             "bringing %s to schema version %d; this waits for sessions that read it, such as pg_dump",
             self.name,
             VERSION,
         )
-        connection.execute(_translated_types(FROM_3))
+        if version == 3:
+            connection.execute(_translated_types(FROM_3))
         connection.execute("UPDATE buffer_meta SET version = %s", [VERSION])
-        return {*CONTENT_TABLES}
+        return added
 
     def _check_version(self) -> None:
         rows = self._session.connection.execute("SELECT version FROM buffer_meta").fetchall()

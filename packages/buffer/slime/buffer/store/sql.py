@@ -11,7 +11,8 @@ from typing import Any
 
 from slime.buffer.store.base import CompletedGroup, Group, State, Step, Store
 
-VERSION = 4
+# Version 5 has the tables of version 4, and names of payloads that older versions would take for lost files.
+VERSION = 5
 # In the types of SQLite; another database translates them. A group changes its state five times or more, and a database
 # writes a row anew for each change: the prompt and the summaries, which change once, have tables of their own.
 GROUPS = """

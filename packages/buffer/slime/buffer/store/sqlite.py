@@ -47,6 +47,7 @@ FROM groups_3;
 {FILL_CONTENTS.format(groups="groups_3")}
 DROP TABLE groups_3; {INDEXES}
 """,
+    4: "",
 }
 # SQLite errors caused by a bug in the program rather than a damaged file.
 MISTAKES = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.NotSupportedError)
@@ -126,7 +127,7 @@ class SqliteStore(SqlStore):
 
     def _quick_check(self, version: int) -> None:
         problems = [text for (text,) in self._connection.execute("PRAGMA quick_check(3)") if text != "ok"]
-        if not problems and version == VERSION and self._connection.execute(LACKS_CONTENTS).fetchone()[0]:
+        if not problems and version > 3 and self._connection.execute(LACKS_CONTENTS).fetchone()[0]:
             problems = ["groups lack their prompts or summaries"]
         if problems:
             raise InvalidFile(
