@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeAlias
 
 from slime.rollout.calls.call import CALL
+from slime.rollout.sources.joint_calls import JointCalls
 from slime.rollout.sources.wire_names import WireNames
 from slime.types import Sample, SampleGroup
 from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, SlimeError, WrongState, counted
@@ -78,6 +79,10 @@ class LeasedDataSource:
         self._group_of: dict[int, int] = {}
         self._lock = threading.Condition()
         self._calls = 0
+        # Without a reference to this object, so that its samples are freed with it, without Python's collector.
+        self._hand_in: JointCalls[tuple[str, list[Sample]]] = JointCalls(
+            lambda group: buffer.complete_group(*group), buffer.complete_groups
+        )
         self._refused_in_a_row = 0
         self._closed = threading.Event()
         self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
@@ -232,7 +237,7 @@ class LeasedDataSource:
     def _complete_as(self, index: int, samples: list[Sample]) -> None:
         def complete(lease: _Lease) -> None:
             _fill(lease, index, samples)
-            self.buffer.complete_group(lease.token, samples)
+            self._hand_in((lease.token, samples))
             self.completed.append(samples)
 
         self._end(index, complete)
