@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from slime.buffer.cli import main
 from slime.buffer.service import serve
 from slime.buffer.settings import BufferSettings
 from slime.buffer.store.blobs import FilePayloads
-from slime.buffer.store.objects import ObjectPayloads
+from slime.buffer.store.objects import UPLOADED_TOGETHER, ObjectPayloads
 from slime.types.clients import BufferClient
 from slime.types.errors import InvalidFile, InvalidSetting, NotAvailable, OutOfSpace, Unavailable
 from slime.types.rpc import RpcSettings
@@ -199,7 +200,7 @@ def test_wrong_settings_are_named(words, message, capsys):
     assert message in shown and "s3cret" not in shown
 
 
-@pytest.mark.parametrize(("status", "error", "left"), [(507, OutOfSpace, 1), (503, Unavailable, 2)])
+@pytest.mark.parametrize(("status", "error", "left"), [(507, OutOfSpace, 1), (503, Unavailable, 3)])
 def test_a_call_that_is_not_stored_whole_leaves_nothing_behind_a_full_store(
     settings, keys, monkeypatch, status, error, left
 ):
@@ -219,3 +220,27 @@ def test_a_call_that_is_not_stored_whole_leaves_nothing_behind_a_full_store(
         with pytest.raises(error):
             payloads.write([(1, [b"a"]), (2, [b"c"]), (3, [b"d"])])
         assert len(keys("payloads")) == left and any(key.endswith(kept) for key in keys("payloads"))
+
+
+def test_the_objects_of_a_call_are_uploaded_at_the_same_time(settings, monkeypatch):
+    with serve(BufferSettings(**settings)) as service:
+        payloads = service.buffer.payloads
+        put, together = payloads._client.put_object, threading.Barrier(UPLOADED_TOGETHER, timeout=60)
+
+        def wait(**arguments: Any) -> Any:
+            together.wait()
+            return put(**arguments)
+
+        monkeypatch.setattr(payloads._client, "put_object", wait)
+        names = payloads.write([(number, [b"%d" % number]) for number in range(UPLOADED_TOGETHER)])
+        assert [payloads.read(name, [(0, payloads.size(name))]) for name in names] == [
+            [b"%d" % number] for number in range(UPLOADED_TOGETHER)
+        ]
+
+
+def test_samples_that_were_moved_from_files_with_several_groups_are_refused(settings):
+    with serve(BufferSettings(**settings)) as service:
+        payloads = service.buffer.payloads
+        payloads.track({"000000/0000000001-0123abcd"})
+        with pytest.raises(InvalidFile, match="000000/0000000001-0123abcd@1.4.7 share a file with others: s3://"):
+            payloads.track({"000000/0000000001-0123abcd@1.4.7"})

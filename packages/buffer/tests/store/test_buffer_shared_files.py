@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import tempfile
 import threading
 import tracemalloc
@@ -65,7 +66,9 @@ def test_a_file_that_is_cut_or_gone_has_lost_the_payloads_behind_the_cut(
         if size == whole:
             assert payloads.read(name, [(0, whole)])
             continue
-        with pytest.raises(DataLoss, match="is gone" if length is None else "cut short"):
+        # The message shows a file that there is, or was.
+        shown = re.escape(f"payload of {whole} bytes from {0 if whole == 5 else 5} on in {path}")
+        with pytest.raises(DataLoss, match=f"{shown} is gone" if length is None else f"{shown}: .*cut short"):
             payloads.read(name, [(0, whole)])
 
 
@@ -93,56 +96,6 @@ def test_a_file_whose_other_payloads_are_not_known_is_not_deleted(payloads: File
     assert another.read(names[1], [(0, 1)]) == [b"b"]
     another.delete(names[1])
     assert another.names() == set()
-
-
-def test_a_damaged_payload_is_copied_aside_and_the_others_stay(payloads: FilePayloads) -> None:
-    names = payloads.write([(0, [b"first"]), (1, [b"second"]), (2, [b"third"])])
-    aside = payloads.directory.parent / "lost+found"
-    for _ in range(2):
-        payloads.set_aside(names[1])
-        assert {path.name: path.read_bytes() for path in aside.glob("*/*")} == {Path(names[1]).name: b"second"}
-    assert [payloads.read(names[n], [(0, 5)]) for n in (0, 2)] == [[b"first"], [b"third"]]
-    os.truncate(payloads.directory / file_of(names[2]), 13)
-    payloads.set_aside(names[2])
-    assert (aside / names[2]).read_bytes() == b"th"
-    os.truncate(payloads.directory / file_of(names[0]), 0)
-    payloads.set_aside(names[0])
-    assert not payloads.names() and not (aside / names[0]).exists()
-
-
-def test_a_damaged_payload_keeps_what_lies_before_the_bytes_that_cannot_be_read(
-    payloads: FilePayloads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, name = payloads.write([(0, [b"first"]), (1, [b"second"])])
-    pread = os.pread
-
-    def fail(descriptor: int, length: int, offset: int) -> bytes:
-        if offset >= 8:
-            raise OSError(errno.EIO, "Input/output error")
-        return pread(descriptor, min(length, 8 - offset), offset)
-
-    monkeypatch.setattr(os, "pread", fail)
-    payloads.set_aside(name)
-    assert (payloads.directory.parent / "lost+found" / name).read_bytes() == b"sec"
-
-
-def test_a_disk_that_is_too_full_for_a_copy_keeps_the_payload_where_it_is(
-    payloads: FilePayloads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = payloads.write([(0, [b"first"]), (1, [b"second"])])
-    payloads.delete(names[0])
-
-    def full(path: Path, data: bytes) -> int:
-        path.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(OutOfSpace, match="no space for 6 bytes"):
-            payloads.set_aside(names[1])
-    assert stored(payloads.directory.parent) == {f"payloads/{file_of(names[1])}"}
-    payloads.set_aside(names[1])
-    assert stored(payloads.directory.parent) == {f"lost+found/{names[1]}"}
 
 
 @pytest.mark.parametrize("call", ["writev", "rename"])
@@ -181,7 +134,7 @@ def test_each_file_is_flushed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 ACTIONS = st.lists(
     st.one_of(
         st.lists(st.tuples(st.integers(0, 9000), st.lists(st.binary(max_size=6), min_size=1, max_size=3)), max_size=5),
-        st.sampled_from(["delete", "set aside", "delete again", "reopen"]).flatmap(
+        st.sampled_from(["delete", "delete again", "reopen"]).flatmap(
             lambda action: st.tuples(st.just(action), st.integers(0, 99))
         ),
     ),
@@ -211,7 +164,7 @@ def test_what_is_in_use_reads_back_and_nothing_else_keeps_a_file(
                     payloads.delete(deleted[action[1] % len(deleted)])
             elif in_use:
                 name = list(in_use)[action[1] % len(in_use)]
-                (payloads.delete if action[0] == "delete" else payloads.set_aside)(name)
+                payloads.delete(name)
                 in_use.pop(name)
                 deleted.append(name)
             assert {name: payloads.read(name, [(0, len(data))]) for name, data in in_use.items()} == {

@@ -272,7 +272,7 @@ class Payloads(ABC):
 
     @abstractmethod
     def set_aside(self, name: str) -> None:
-        """Sets a payload, or one of `names`, aside, if it exists; it is deleted then. Raises OutOfSpace."""
+        """Sets one of `names` aside, if it exists; no call finds it afterwards."""
 
     @abstractmethod
     def delete(self, name: str) -> None:

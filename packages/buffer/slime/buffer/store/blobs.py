@@ -149,36 +149,34 @@ class FilePayloads(Payloads):
         )  # fmt: skip
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        path, span, places = self._path(name), _span(name), ranges
+        path, span, places = self._path(file_of(name)), _span(name), ranges
+        shown = f"payload {path}"
         if span is not None:
             # Bytes behind the span belong to another group.
             places = [(span.offset + offset, max(0, min(length, span.size - offset))) for offset, length in ranges]
+            shown = f"payload of {span.size} bytes from {span.offset} on in {path}"
         try:
-            descriptor = self._open(name)
+            # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise DataLoss(f"payload {path} is not a regular file", field="payload", value=name)
+                    raise DataLoss(f"{shown} is not a regular file", field="payload", value=name)
                 parts = _read_ranges(descriptor, places)
             finally:
                 os.close(descriptor)
         except FileNotFoundError:
-            raise DataLoss(f"payload {path} is gone", field="payload", value=name) from None
+            raise DataLoss(f"{shown} is gone", field="payload", value=name) from None
         except OSError as error:
-            raise DataLoss(f"payload {path} cannot be read: {error.strerror}", field="payload", value=name) from error
+            raise DataLoss(f"{shown} cannot be read: {error.strerror}", field="payload", value=name) from error
         for (offset, length), part in zip(ranges, parts, strict=True):
             if len(part) != length:
                 raise DataLoss(
-                    f"payload {path}: {len(part)} bytes at {offset}, expected {length}: cut short, by a power failure?",
+                    f"{shown}: {len(part)} bytes at {offset}, expected {length}: cut short, by a power failure?",
                     field="payload",
                     value=name,
                     expected=f"{length} bytes",
                 )
         return parts
-
-    def _open(self, name: str) -> int:
-        """Opens the file of a payload for reading."""
-        # O_NONBLOCK: opening a pipe, which a copy may have left in the file's place, would never return.
-        return os.open(self._path(file_of(name)), os.O_RDONLY | os.O_NONBLOCK)
 
     def size(self, name: str) -> int | None:
         try:
@@ -206,34 +204,11 @@ class FilePayloads(Payloads):
             return bool(before) and not after
 
     def set_aside(self, name: str) -> None:
+        assert file_of(name) == name, "groups that are completed, as those in shared files are, are never set aside"
         target = self._aside / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        span = _span(name)
-        if span is None:
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self.directory / name, target)
-            return
-        if data := self._readable(span):
-            try:
-                target.write_bytes(data)
-            except OSError as error:
-                _remove(str(target))
-                if error.errno in FULL:
-                    raise self._out_of_space(f"damaged payload {name}", len(data), error) from error
-                raise
-        self.delete(name)
-
-    def _readable(self, span: _Span) -> bytes:
-        """Returns the bytes of a span, up to the first that cannot be read."""
-        data = b""
-        with contextlib.suppress(OSError):
-            descriptor = self._open(span.file)
-            try:
-                while more := os.pread(descriptor, span.size - len(data), span.offset + len(data)):
-                    data += more
-            finally:
-                os.close(descriptor)
-        return data
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.directory / name, target)
 
     def names(self) -> set[str]:
         return {name for name in self._files() if not _PARTIAL.fullmatch(name)}

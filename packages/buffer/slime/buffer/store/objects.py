@@ -7,14 +7,15 @@ and endpoints other than Amazon's (AWS_ENDPOINT_URL_S3) in the environment and b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
 from slime.buffer.store.base import Payloads
-from slime.buffer.store.blobs import payload_name
+from slime.buffer.store.blobs import file_of, payload_name
 from slime.buffer.store.urls import ELSEWHERE, PAYLOADS
-from slime.types.errors import DataLoss, InvalidSetting, NotAvailable, OutOfSpace, Unavailable
+from slime.types.errors import DataLoss, InvalidFile, InvalidSetting, NotAvailable, OutOfSpace, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ CLAIMED = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 # The store has no conditional writes.
 UNCONDITIONAL = ("NotImplemented", "501")
 FULL_STATUS = 507
+# Objects of a call that are uploaded at the same time.
+UPLOADED_TOGETHER = 16
 
 
 class ObjectPayloads(Payloads):
@@ -49,6 +52,8 @@ class ObjectPayloads(Payloads):
         except ImportError as error:
             raise NotAvailable.not_installed(PAYLOADS, "boto3", "slime-buffer[s3]") from error
         self._failures = (exceptions.ClientError, exceptions.BotoCoreError)
+        # Starts threads when they are needed.
+        self._uploading = ThreadPoolExecutor(UPLOADED_TOGETHER, thread_name_prefix="upload")
         try:
             self._client: Any = boto3.session.Session().client("s3", config=botocore.config.Config(**OPTIONS))
             self._client.head_bucket(Bucket=self._bucket)
@@ -59,22 +64,34 @@ class ObjectPayloads(Payloads):
                 field=PAYLOADS, value=url, expected=expected,
             ) from error  # fmt: skip
 
+    def track(self, names: Iterable[str]) -> None:
+        span = next((name for name in names if file_of(name) != name), None)
+        if span is not None:
+            raise InvalidFile(
+                f"the samples of {span} share a file with others: {self.name} holds an object for each group. Give the "
+                "run the directory that its samples were written to",
+                field=PAYLOADS, value=self.name, expected="the place that the samples were written to",
+            )  # fmt: skip
+
     def write(self, groups: Sequence[tuple[int, Sequence[bytes | memoryview]]]) -> list[str]:
-        names: list[str] = []
-        try:
-            for group_index, parts in groups:
-                name = payload_name(group_index)
-                with self._errors(name):
-                    self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(parts))
-                names.append(name)
-        except Unavailable:
-            # Each deletion would wait for the store, too. The next start sets the objects aside.
-            raise
-        except BaseException:
-            for name in names:
-                self.delete(name)
-            raise
-        return names
+        uploads = [self._uploading.submit(self._upload, *group) for group in groups]
+        wait(uploads)
+        errors = [error for upload in uploads if (error := upload.exception()) is not None]
+        if errors:
+            error = next((error for error in errors if isinstance(error, Unavailable)), errors[0])
+            # Where the store does not answer, each deletion would wait for it, too: the next start sets objects aside.
+            if not isinstance(error, Unavailable):
+                for upload in uploads:
+                    if upload.exception() is None:
+                        self.delete(upload.result())
+            raise error
+        return [upload.result() for upload in uploads]
+
+    def _upload(self, group_index: int, parts: Sequence[bytes | memoryview]) -> str:
+        name = payload_name(group_index)
+        with self._errors(name):
+            self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(parts))
+        return name
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         first = min((offset for offset, _ in ranges), default=0)
