@@ -10,9 +10,9 @@ import pytest
 from rollout_fakes import FakeBuffer, prompt_groups
 
 from slime.rollout.sources.joint_calls import MOST_CALLS, JointCalls
-from slime.rollout.sources.leased import LeasedDataSource
+from slime.rollout.sources.leased import JOINT_TOKENS, LeasedDataSource
 from slime.types import Sample
-from slime.types.errors import InvalidField, LeaseLost, Unavailable
+from slime.types.errors import DeadlineExceeded, InvalidField, LeaseLost, SlimeError, Unavailable, WrongState
 
 SECONDS = 60.0
 
@@ -76,25 +76,27 @@ def test_what_comes_while_calls_are_under_way_is_one_call() -> None:
 
 
 def test_each_thread_gets_the_error_of_its_own_value() -> None:
-    errors = {3: InvalidField("reward", None, "a number"), 5: Unavailable("the buffer is gone"), 0: LeaseLost("late")}
+    errors = {3: InvalidField("reward", None, "a number"), 5: TypeError("not a sample"), 0: LeaseLost("late")}
     store = Store(errors)
     futures = hand_over(store, range(8))
     assert {value: future.exception() for value, future in enumerate(futures) if future.exception()} == errors
     assert store.stored == {1, 2, 4, 6, 7}
 
 
-def test_an_error_of_the_program_reaches_one_thread_and_the_others_store_their_values() -> None:
-    class Broken(Store):
-        def several(self, values: list[int]) -> None:
-            super().several(values)
-            if len(values) > 1:
-                raise ZeroDivisionError
+@pytest.mark.parametrize("kind", [Unavailable, DeadlineExceeded])
+def test_an_outage_is_the_error_of_all_threads_and_not_waited_for_again(kind: type[SlimeError]) -> None:
+    store = Store({5: kind("the buffer does not answer", field="address")})
+    futures = hand_over(store, range(8))
+    assert [future.exception() for future in futures[:2]] == [None, None] and len(store.calls) == 3
+    errors = [future.exception() for future in futures[2:]]
+    assert {(type(error), str(error)) for error in errors} == {(kind, "the buffer does not answer")}
+    assert len({id(error) for error in errors}) == 6
 
-    store = Broken()
-    futures = hand_over(store, range(6))
-    assert [type(future.exception()) for future in futures].count(ZeroDivisionError) == 1
-    assert sorted(value for call in store.calls if len(call) == 1 for value in call)[:2] == [0, 1]
-    assert sum(future.exception() is None for future in futures) == 5 and len(store.calls) == 3 + 3
+
+def finish(group: list[Sample], tokens: int = 2) -> None:
+    for sample in group:
+        sample.__dict__.update(tokens=[1] * tokens, response="2", response_length=1, reward=1.0)
+        sample.status = Sample.Status.COMPLETED
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -112,9 +114,7 @@ def test_a_source_completes_groups_of_several_threads_in_one_call(lost: bool) ->
     with LeasedDataSource(buffer, worker_id="me") as source, ThreadPoolExecutor(10) as pool:
         leased = source.get_samples(10)
         for group in leased:
-            for sample in group:
-                sample.__dict__.update(tokens=[1, 2], response="2", response_length=1, reward=1.0)
-                sample.status = Sample.Status.COMPLETED
+            finish(group)
         if lost:
             # Its lease expires: it is leased again, and completed under the new lease.
             token = next(token for token, group in buffer.leased.items() if group.group_index == 4)
@@ -130,3 +130,44 @@ def test_a_source_completes_groups_of_several_threads_in_one_call(lost: bool) ->
         assert [future.result(SECONDS) for future in futures] == [None] * 10
     assert set(buffer.completed) == set(range(10)) and buffer.calls_with_several == 1
     assert sorted(group[0].group_index for group in source.completed) == list(range(10)) and not buffer.returned
+
+
+def test_a_group_that_is_leased_again_while_it_waits_is_completed_under_the_new_lease() -> None:
+    class Expiring(FakeBuffer):
+        def complete_group(self, token: str, samples: list[Sample]) -> bool:
+            if token in self.leased and not again:
+                again.append(self.leased.pop(token).group_index)
+                self.waiting.append(self.groups[0])
+                source.get_samples(1)
+            return super().complete_group(token, samples)
+
+    buffer, again = Expiring(prompt_groups(2, 2)), list[int]()
+    with LeasedDataSource(buffer, worker_id="me") as source:
+        (group,) = source.get_samples(1)
+        finish(group)
+        source.complete(group)
+    assert again == [0] and set(buffer.completed) == {0}
+
+
+def test_long_groups_are_completed_in_calls_of_their_own() -> None:
+    buffer = FakeBuffer(prompt_groups(2, 2))
+    with LeasedDataSource(buffer, worker_id="me") as source:
+        handed_in: list[str] = []
+        hand_in = source._hand_in.__call__
+        source._hand_in = lambda group: (handed_in.append(group[0]), hand_in(group))  # type: ignore[assignment]
+        for group, tokens in zip(source.get_samples(2), (JOINT_TOKENS // 2, JOINT_TOKENS // 2 + 1), strict=True):
+            finish(group, tokens)
+            source.complete(group)
+    assert set(buffer.completed) == {0, 1} and handed_in == ["token-0"]
+
+
+def test_no_call_begins_once_the_source_is_closed() -> None:
+    buffer = FakeBuffer(prompt_groups(1, 2))
+    with LeasedDataSource(buffer, worker_id="me") as source:
+        (group,) = source.get_samples(1)
+        finish(group)
+        hand_in = source._hand_in
+    for several in (False, True):
+        with pytest.raises(WrongState, match="has ended"):
+            hand_in._several([("token-0", group)]) if several else hand_in(("token-0", group))
+    assert not buffer.completed and not buffer.calls_with_several

@@ -22,6 +22,8 @@ POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
 # So many unusable groups in a row mean that the settings of the run are wrong, not the groups.
 REFUSED_IN_A_ROW = 1000
+# Groups of more tokens are completed in calls of their own, so that others need not wait for them.
+JOINT_TOKENS = 16384
 # Maximum number of groups that are not held here and may be leased while looking for one that is (`_regain`).
 MOST_STRANGERS = 64
 
@@ -79,12 +81,9 @@ class LeasedDataSource:
         self._group_of: dict[int, int] = {}
         self._lock = threading.Condition()
         self._calls = 0
-        # Without a reference to this object, so that its samples are freed with it, without Python's collector.
-        self._hand_in: JointCalls[tuple[str, list[Sample]]] = JointCalls(
-            lambda group: buffer.complete_group(*group), buffer.complete_groups
-        )
         self._refused_in_a_row = 0
         self._closed = threading.Event()
+        self._hand_in = _handing_in(buffer, self._closed)
         self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
 
     def __enter__(self) -> Self:
@@ -237,7 +236,10 @@ class LeasedDataSource:
     def _complete_as(self, index: int, samples: list[Sample]) -> None:
         def complete(lease: _Lease) -> None:
             _fill(lease, index, samples)
-            self._hand_in((lease.token, samples))
+            if sum(len(sample.tokens) for sample in samples if sample.tokens is not None) <= JOINT_TOKENS:
+                self._hand_in((lease.token, samples))
+            else:
+                self.buffer.complete_group(lease.token, samples)
             self.completed.append(samples)
 
         self._end(index, complete)
@@ -302,10 +304,12 @@ class LeasedDataSource:
         """
         with self._calling():
             lease = self._leases[index]
+            token = lease.token
             try:
                 call(lease)
             except LeaseLost:
-                if not self._regain(index):
+                # The group may have been leased again while the call was under way, see `_take`.
+                if lease.token == token and not self._regain(index):
                     raise
                 call(lease)
             self.forget(index)
@@ -349,6 +353,25 @@ class LeasedDataSource:
                     self.buffer.renew_leases(tokens, self.ttl_seconds)
                 except SlimeError as error:
                     log.warning("leases could not be renewed: %s", error)
+
+
+def _handing_in(buffer: BufferCalls, closed: threading.Event) -> JointCalls[tuple[str, list[Sample]]]:
+    """Returns what completes (lease token, samples) until `closed`."""
+    # It has no reference to the data source, whose samples are freed with it, without Python's collector.
+
+    def check() -> None:
+        if closed.is_set():
+            raise ended()
+
+    def one(group: tuple[str, list[Sample]]) -> None:
+        check()
+        buffer.complete_group(*group)
+
+    def several(groups: list[tuple[str, list[Sample]]]) -> None:
+        check()
+        buffer.complete_groups(groups)
+
+    return JointCalls(one, several)
 
 
 def _fill(lease: _Lease, index: int, samples: list[Sample]) -> None:
