@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from converters_tiny import hf_directory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from slime.converters.convert.hf_to_torch_dist import convert
 from slime.converters.files import rectangles
@@ -240,6 +241,28 @@ def test_a_pickle_that_calls_something_is_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(InvalidFile, match=key):
         TorchDist(directory).load(key)
     assert "harm" not in capsys.readouterr().out
+
+
+class Attribute:
+    """Pickles as `getattr(OBJECT, NAME)`, as Python 3.11.2 does the members of an enum."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_a_checkpoint_that_was_written_by_debian_12s_python_is_read(tmp_path: Path) -> None:
+    directory = convert(hf_directory(tmp_path / "hf"), tmp_path / "td")
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    metadata.planner_data = [Attribute(WriteItemType, "SHARD")]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert TorchDist(directory).tensors
+    for kind, name in ((dict, "fromkeys"), ("text", "format"), (torch.float32, "to_real")):
+        (directory / ".metadata").write_bytes(pickle.dumps({"a": Attribute(kind, name)}))
+        with pytest.raises(InvalidFile, match=r"\.metadata: damaged: UnpicklingError: getattr of .*, expected an enum"):
+            TorchDist(directory)
 
 
 def test_settings_of_megatron_are_read_without_megatron(tmp_path: Path) -> None:

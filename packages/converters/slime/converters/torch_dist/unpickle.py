@@ -43,6 +43,13 @@ class StandIn:
         return f"{self.kind}({', '.join(map(repr, self.__dict__.get('arguments', ())))})"
 
 
+def _member(kind: Any, name: str) -> StandIn:
+    """Returns the stand-in of an enum's member, which Python 3.11.2, Debian 12's, pickles as `getattr(KIND, NAME)`."""
+    if not (isinstance(kind, type) and issubclass(kind, StandIn)):
+        raise pickle.UnpicklingError(f"getattr of {kind!r}, expected an enum")
+    return kind(name)
+
+
 def _size(*values: Any) -> torch.Size:
     return torch.Size(*values)
 
@@ -53,6 +60,7 @@ _BUILTINS: dict[str, Any] = {
 }
 _PLAIN: dict[str, Any] = {
     **_BUILTINS,
+    "builtins.getattr": _member,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
