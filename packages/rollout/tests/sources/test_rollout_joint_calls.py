@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -44,10 +45,13 @@ class Store:
         self.stored.update(values)
 
 
-def collected(calls: JointCalls[Any], count: int) -> bool:
-    """Returns whether so many values wait for the next call, after a while at the latest."""
+def wait_until_collected(calls: JointCalls[Any], count: int) -> None:
+    """Waits until so many values wait for the next call."""
+    deadline = time.monotonic() + SECONDS
     with calls._changed:
-        return calls._changed.wait_for(lambda: len(calls._collected) == count, 0.01)
+        # Nothing is notified when a value is collected.
+        while not calls._changed.wait_for(lambda: len(calls._collected) == count, 0.01):
+            assert time.monotonic() < deadline, f"{len(calls._collected)} of {count} values wait"
 
 
 def hand_over(store: Store, values: range) -> list[Future[None]]:
@@ -59,8 +63,7 @@ def hand_over(store: Store, values: range) -> list[Future[None]]:
             futures.append(pool.submit(calls, value))
             assert store.begun.acquire(timeout=SECONDS)
         futures += [pool.submit(calls, value) for value in values[MOST_CALLS:]]
-        while not collected(calls, len(values) - MOST_CALLS):
-            continue
+        wait_until_collected(calls, len(values) - MOST_CALLS)
         store.opened.set()
     return futures
 
@@ -124,8 +127,7 @@ def test_a_source_completes_groups_of_several_threads_in_one_call(lost: bool) ->
             futures.append(pool.submit(source.complete, group))
             assert begun.acquire(timeout=SECONDS)
         futures += [pool.submit(source.complete, group) for group in leased[2:]]
-        while not collected(source._hand_in, 8):
-            continue
+        wait_until_collected(source._hand_in, 8)
         opened.set()
         assert [future.result(SECONDS) for future in futures] == [None] * 10
     assert set(buffer.completed) == set(range(10)) and buffer.calls_with_several == 1

@@ -14,9 +14,7 @@ T = TypeVar("T")
 
 # Calls under way at the same time: while the buffer works on one, the next is encoded.
 MOST_CALLS = 2
-
-
-# An error of the way to the buffer, not of a value: to call again would take as long again.
+# Errors of the connection, not of a value: another call would wait as long again.
 OUTAGES = (Unavailable, DeadlineExceeded)
 
 
