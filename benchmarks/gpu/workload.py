@@ -14,14 +14,23 @@ import torch
 
 from slime.types import Sample
 
-# Shapes of SmolLM2-135M, Qwen3-0.6B, 4B and 8B; `tiny` is for trying the script.
+# Shapes of SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B, Llama-3.2-1B, Qwen3-1.7B, 4B and 8B; `tiny` is to try the script.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "135m": ("LlamaConfig", dict(
         hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
         intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True, rms_norm_eps=1e-5)),
+    "0.5b": ("Qwen2Config", dict(
+        hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, head_dim=64,
+        intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True)),
     "0.6b": ("Qwen3Config", dict(
         hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
         intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)),
+    "1b": ("LlamaConfig", dict(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True)),
+    "1.7b": ("Qwen3Config", dict(
+        hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        intermediate_size=6144, vocab_size=151936, tie_word_embeddings=True)),
     "4b": ("Qwen3Config", dict(
         hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)),
