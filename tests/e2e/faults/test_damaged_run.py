@@ -12,15 +12,24 @@ from tiny_runs import command, finish, metrics, write_inputs
 
 # Called when the groups of a rollout are complete, before they are sealed.
 DAMAGE = """
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+
+BUFFER = Path({buffer!r})
 
 
 def log(rollout_id, args, samples, metrics, seconds):
-    last = max(sample.group_index for sample in samples)
     if rollout_id == 1 and len(samples) > args.n_samples_per_prompt:
-        path = next(Path({buffer!r}).glob(f"payloads/*/{{last:010d}}-*"))
+        last = max(sample.group_index for sample in samples)
+        with closing(sqlite3.connect(BUFFER / "state.sqlite")) as state:
+            (name,) = state.execute("SELECT payload FROM groups WHERE group_index = ?", (last,)).fetchone()
+        # Groups that were completed together share a file, and each has a span of it.
+        file, _, span = name.partition("@")
+        path = BUFFER / "payloads" / file
         data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
+        _, offset, size = map(int, span.split(".")) if span else (0, 0, len(data))
+        data[offset + size // 2] ^= 1
         path.write_bytes(data)
     return False
 """
