@@ -67,7 +67,7 @@ def environment(kind):
         "tools": ("buf-bin", "pytest", "uv"),
         "buffer": (*samples, *stores),
         "models": (*samples, *weights, "einops", "mbridge"),
-        "runs": (*samples, *stores, *weights, *services, "matplotlib", "tensorboard"),
+        "runs": (*samples, *stores, *weights, *services, "llvmlite", "matplotlib", "numba", "tensorboard"),
     }
     return [f"//3rdparty/python:reqs#{name}" for name in kinds[kind]]
 

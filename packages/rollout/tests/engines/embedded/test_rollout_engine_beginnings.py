@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.engines.embedded.model import dense as dense_module
+from slime.rollout.engines.embedded.dense import model as dense_module
+from slime.rollout.engines.embedded.dense.model import DenseModel, Pass
 from slime.rollout.engines.embedded.model.beginnings import BLOCK, Beginnings, fingerprints
 from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
-from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response

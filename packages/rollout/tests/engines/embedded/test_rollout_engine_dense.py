@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.engines.embedded.model import dense as dense_module
-from slime.rollout.engines.embedded.model import kv_cache
+from slime.rollout.engines.embedded.dense import kv_cache
+from slime.rollout.engines.embedded.dense import model as dense_module
+from slime.rollout.engines.embedded.dense.kv_cache import KvCache
+from slime.rollout.engines.embedded.dense.model import DenseModel, _Layer
 from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
-from slime.rollout.engines.embedded.model.dense import DenseModel, _Layer
-from slime.rollout.engines.embedded.model.kv_cache import KvCache
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response
@@ -50,6 +51,14 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
             if name.endswith("bias") or "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     return made.to(dtype).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=["torch", "loops"], autouse=True)
+def ops(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Makes all models here compute with torch alone, or with compiled loops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_module, "LOOPS_FROM", 1 << 60 if request.param == "torch" else 0)
+        yield request.param
 
 
 @pytest.fixture(scope="module", params=["llama", "llama3", "qwen2", "qwen3"])
@@ -251,9 +260,24 @@ def test_memory_follows_what_rows_hold_and_not_their_longest() -> None:
             kind[1:33, :, :2] = 1.0
     taken = resident() - before
     assert taken < 100 << 20  # 512 tokens of 48 KiB, and a page for each head of each layer of 32 others
-    cache.release(0)
+    cache.release(0, 512)
     assert resident() - before < taken - (20 << 20)
     assert float(cache.layer(23)[0, 1].abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize("planned", [1 << 30, 64 << 20], ids=["small", "planned for less"])
+def test_only_a_cache_that_is_small_for_what_is_planned_keeps_its_memory(planned: int) -> None:
+    cache = KvCache(24, 8, 64, torch.bfloat16)
+    cache.planned = planned
+    before = resident()
+    cache.reserve(8, 1024, [])  # 384 MiB
+    for index in range(24):
+        cache.layer(index)[:, :, :, :2] = 1.0
+    taken = resident() - before
+    assert taken < 64 << 20 or planned == 1 << 30
+    for row in range(8):
+        cache.release(row, 2)
+    assert all(not cache.layer(index).any() for index in range(24))
 
 
 def test_another_system_and_processor_generate_the_same(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from slime.rollout.engines.embedded.dense.kv_cache import KvCache
+from slime.rollout.engines.embedded.dense.model import DenseModel, Pass
 from slime.rollout.engines.embedded.endpoints.generate import make_response
 from slime.rollout.engines.embedded.model import response as response_module
 from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
 from slime.rollout.engines.embedded.model.decode import Batch
-from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
-from slime.rollout.engines.embedded.model.kv_cache import KvCache
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.params import SamplingParams
 from slime.rollout.engines.embedded.model.response import Response

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from slime.rollout.engines.embedded.dense.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.endpoints.generate import make_response
 from slime.rollout.engines.embedded.model import response as response_module
-from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.padded import PaddedBatch, token_bytes
 from slime.rollout.engines.embedded.model.params import SamplingParams

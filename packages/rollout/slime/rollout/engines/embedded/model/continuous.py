@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slime.rollout.engines.embedded.dense.kv_cache import tokens_in_memory
+from slime.rollout.engines.embedded.dense.model import DenseModel, Pass
 from slime.rollout.engines.embedded.model.beginnings import Beginnings, fingerprints
 from slime.rollout.engines.embedded.model.decode import Batch
-from slime.rollout.engines.embedded.model.dense import DenseModel, Pass
-from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 
@@ -55,6 +55,7 @@ class ContinuousBatch(Batch):
         self._dense = dense
         self._cache = dense.cache()
         self.max_tokens = max_tokens or tokens_in_memory(self._cache.token_bytes, fraction)
+        self._cache.planned = self.max_tokens * self._cache.token_bytes
         self._rows: list[_Row] = []
         self._joining: list[Response] = []
 
@@ -105,11 +106,11 @@ class ContinuousBatch(Batch):
 
     def _remove(self, index: int) -> None:
         """Frees a row, and moves the last row into its place."""
-        self._cache.release(index)
+        self._cache.release(index, self._rows[index].cached)
         last = self._rows.pop()
         if index < len(self._rows):
             self._cache.copy(len(self._rows), index, last.cached)
-            self._cache.release(len(self._rows))
+            self._cache.release(len(self._rows), last.cached)
             self._rows[index] = last
 
     def _join_running_prompts(self, joining: Sequence[Response]) -> list[Response]:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime.rollout.engines.embedded.dense.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.decode import Batch
 from slime.rollout.engines.embedded.model.images import embed_images, grid_positions
-from slime.rollout.engines.embedded.model.kv_cache import tokens_in_memory
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.response import Response
 from slime.types.models.vision import fed_to_layers

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.engines.embedded.dense.model import DenseModel
 from slime.rollout.engines.embedded.model.continuous import ContinuousBatch
 from slime.rollout.engines.embedded.model.decode import Batch
-from slime.rollout.engines.embedded.model.dense import DenseModel
 from slime.rollout.engines.embedded.model.loading import Loaded
 from slime.rollout.engines.embedded.model.padded import PaddedBatch
 from slime.rollout.engines.embedded.model.response import Response

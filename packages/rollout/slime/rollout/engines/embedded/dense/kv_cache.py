@@ -1,13 +1,15 @@
 """Keys and values of running sequences, each in a row of its own that is written in place.
 
 Address space is reserved for whole rows, but memory is used only for what is written: a row with 20 tokens takes the
-memory of 20 tokens, however long the other rows are.
+memory of 20 tokens, however long the other rows are. A cache that is small as a whole has huge pages, which are read
+faster, and all of its memory.
 
 R: rows, L: layers, K: key-value heads, C: capacity of a row in tokens, D: size of a head.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -20,6 +22,8 @@ import torch
 from slime.types.errors import EngineError
 
 SMALLEST_ROWS, SMALLEST_TOKENS = 8, 64
+# Bytes of a small cache, unless less memory is planned.
+SMALL = 1 << 30
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 LINUX = sys.platform == "linux"
 # Linux does not count such a mapping as committed memory; Python 3.11 has no name for the flag.
@@ -32,7 +36,10 @@ class KvCache:
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._shape = layers, heads, head_dim
         self._dtype = dtype
+        self.planned = SMALL
+        """Bytes that all tokens together may take; set before `reserve`."""
         self._map, self._kv_RL2KCD = self._zeros(SMALLEST_ROWS, SMALLEST_TOKENS)
+        self._layers = self._kv_RL2KCD.unbind(1)
 
     @property
     def room(self) -> tuple[int, int]:
@@ -46,7 +53,7 @@ class KvCache:
 
     def layer(self, index: int) -> torch.Tensor:
         """Returns the keys and values of a layer [R, 2, K, C, D], a view to read and write."""
-        return self._kv_RL2KCD[:, index]
+        return self._layers[index]
 
     def reserve(self, rows: int, tokens: int, used: Sequence[int]) -> None:
         """Makes room for `rows` rows of `tokens` tokens.
@@ -60,6 +67,7 @@ class KvCache:
         rows = max(old.shape[0], 1 << (rows - 1).bit_length())
         tokens = max(old.shape[4], 1 << (tokens - 1).bit_length())
         self._map, self._kv_RL2KCD = self._zeros(rows, tokens)
+        self._layers = self._kv_RL2KCD.unbind(1)
         for row, count in enumerate(used):
             self._kv_RL2KCD[row, :, :, :, :count] = old[row, :, :, :, :count]
 
@@ -67,13 +75,17 @@ class KvCache:
         """Copies the first `tokens` tokens of a row into another row."""
         self._kv_RL2KCD[target, :, :, :, :tokens] = self._kv_RL2KCD[source, :, :, :, :tokens]
 
-    def release(self, row: int) -> None:
-        """Fills a row with zeros again, and returns its memory to the system."""
+    def release(self, row: int, used: int) -> None:
+        """Fills a row, of which `used` tokens were written, with zeros again; returns its memory unless the cache is
+        small."""
         size = self._kv_RL2KCD[0].numel() * self._dtype.itemsize
-        if LINUX and size % mmap.PAGESIZE == 0:
+        if LINUX and size % mmap.PAGESIZE == 0 and not self._is_small(len(self._map)):
             self._map.madvise(mmap.MADV_DONTNEED, row * size, size)
         else:
-            self._kv_RL2KCD[row].zero_()
+            self._kv_RL2KCD[row, :, :, :, :used] = 0
+
+    def _is_small(self, size: int) -> bool:
+        return size <= min(SMALL, self.planned)
 
     def _zeros(self, rows: int, tokens: int) -> tuple[mmap.mmap, torch.Tensor]:
         # Zeros, because masked values are still multiplied by 0, and must not be NaN.
@@ -90,8 +102,9 @@ class KvCache:
                 field="max_running_requests", value=rows,
             ) from error  # fmt: skip
         if LINUX:
-            # With huge pages the first token of each layer of a row would take 2 MB.
-            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+            # With huge pages the first token of each layer of a row takes up to 2 MB. Some kernels have none.
+            with contextlib.suppress(OSError):
+                mapped.madvise(mmap.MADV_HUGEPAGE if self._is_small(size) else mmap.MADV_NOHUGEPAGE)
         return mapped, torch.frombuffer(mapped, dtype=self._dtype).view(shape)
 
 

@@ -1,11 +1,12 @@
 """The forward pass of dense Llama, Qwen2 and Qwen3 models on a CPU.
 
-It computes the same as transformers in a third of the operations: query, key and value projections are one matrix, as
-are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
-written in place; the tokens of all sequences form one row, without padding. With float32 weights everything is float32;
-with bfloat16 weights the matrices and the attention are bfloat16, and the rest (residual, norms, rotary
-embedding) is float32. Passes are filled up to one of few numbers of tokens (`filled_up`), because oneDNN compiles its
-kernels for each number, and keeps them.
+It computes the same as transformers in a fraction of the operations: query, key and value projections are one matrix,
+as are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
+written in place; the tokens of all sequences form one row, without padding; what lies between matrices is one compiled
+loop each (`loop_ops`) where numba is installed and the model is large enough to be worth compiling for, and several
+operations of torch elsewhere. With float32 weights everything is float32; with bfloat16 weights the matrices and the
+attention are bfloat16, and the rest (residual, norms, rotary embedding) is float32. Passes are filled up to one of few
+numbers of tokens (`filled_up`), because oneDNN compiles its kernels for each number, and keeps them.
 
 The packed matrices are a second copy of the weights, of at most 4 bytes per parameter. Weight updates, the scoring of
 prompts and checksums use the first copy. `slime train --dry-run` counts both.
@@ -15,6 +16,7 @@ N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value head
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,9 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slime.rollout.engines.embedded.model.kv_cache import KvCache
+from slime.rollout.engines.embedded.dense.kv_cache import KvCache
+from slime.rollout.engines.embedded.dense.ops import Heads, Ops, Places, TorchOps
 from slime.rollout.engines.embedded.options import PACKED_MODELS
 from slime.types.models.processor import multiplies_bfloat16
+
+log = logging.getLogger(__name__)
 
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -37,6 +42,8 @@ PACKED_FOR = 64
 HEAD_ROWS = 8192
 # Numbers of tokens of a pass from one power of two to the next: a pass has at most a sixteenth more than it needs.
 SIZES_PER_OCTAVE = 16
+# Parameters of a model that compiled loops are for: they take seconds to compile, once on a machine.
+LOOPS_FROM = 1 << 25
 # Queries of a call of attention with a mask.
 MASKED_QUERIES = 256
 
@@ -91,22 +98,24 @@ class DenseModel:
             and _is_plain(model)
         )
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, loops: bool | None = None) -> None:
+        """loops: compute with compiled loops; None: where that pays. Raises ImportError where they cannot be had."""
         self._model = model
         config = model.config
-        self._heads = config.num_attention_heads
-        self._kv_heads = config.num_key_value_heads
         attention = model.model.layers[0].self_attn
-        self._head_dim = attention.head_dim
-        self._scale = attention.scaling
-        self._eps = config.rms_norm_eps
-        self._dtype = _compute_dtype(model.dtype)
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling)
+        about = heads, config.rms_norm_eps, compute_dtype(model.dtype)
+        if loops is None:
+            self._ops = _fitting_ops(model, *about)
+        else:
+            self._ops = _loop_ops(*about) if loops else TorchOps(*about)
         self._logits_BV = torch.zeros(0, model.get_output_embeddings().weight.shape[0])
         self.packing = -1
         """The value of `writes` at the last `pack`."""
 
     def cache(self) -> KvCache:
-        return KvCache(len(self._model.model.layers), self._kv_heads, self._head_dim, self._dtype)
+        heads = self._ops.heads
+        return KvCache(len(self._model.model.layers), heads.kv, heads.size, self._ops.dtype)
 
     @torch.inference_mode()
     def pack(self, writes: int) -> None:
@@ -115,37 +124,32 @@ class DenseModel:
             model = self._model
             # The old copy is freed first, because memory may not hold both.
             self._layers, self._head = list[_Layer](), list[_Matrix]()
-            self._layers = [_Layer(layer, self._dtype) for layer in model.model.layers]
+            self._layers = [_Layer(layer, self._ops.dtype) for layer in model.model.layers]
             self._norm = model.model.norm.weight.float()
             head = model.get_output_embeddings()
             biases = [None] * len(head.weight) if head.bias is None else head.bias.split(HEAD_ROWS)
             self._head = [
-                _Matrix([rows], [bias], self._dtype)
+                _Matrix([rows], [bias], self._ops.dtype)
                 for rows, bias in zip(head.weight.split(HEAD_ROWS), biases, strict=False)
             ]
             self.packing = writes
 
     def forward(self, run: Pass, cache: KvCache) -> Tensor:
-        """Returns float32 hidden states [N, hidden], and writes the keys and values of all tokens into the cache."""
-        count = len(run.ids)
-        filling = [0] * (filled_up(count) - count)
-        positions_N = torch.tensor(run.positions + filling)
-        hidden_N = self._model.get_input_embeddings().weight[torch.tensor(run.ids + filling)].float()
-        cos_N1D, sin_N1D = self._rotary(positions_N)
-        attention = _Attention(run, positions_N, cache, self._scale, self._dtype)
-        heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
+        """Returns float32 hidden states [N, E], and writes the keys and values of all tokens into the cache."""
+        count, ops = len(run.ids), self._ops
+        filling = filled_up(count) - count
+        hidden_NE = self._model.get_input_embeddings().weight[torch.tensor(run.ids + [0] * filling)].float()
+        places, added_NE = self._places(run), None
         for index, layer in enumerate(self._layers):
-            qkv_NE = layer.qkv(self._normed(hidden_N, layer.attention_norm))
-            rotated, value_NKD = qkv_NE.unflatten(-1, (-1, head_dim)).split([heads + kv_heads, kv_heads], 1)
-            rotated = rotated.float()
-            if layer.head_norms is not None:
-                rotated = F.rms_norm(rotated, (head_dim,), None, self._eps).mul_(layer.head_norms)
-            rotated = torch.addcmul(rotated * cos_N1D, rotated.roll(head_dim // 2, -1), sin_N1D).to(self._dtype)
-            query_NHD, key_NKD = rotated.split([heads, kv_heads], 1)
-            hidden_N += layer.output(attention(index, query_NHD, key_NKD, value_NKD))
-            gate, up = layer.gate_up(self._normed(hidden_N, layer.mlp_norm)).chunk(2, -1)
-            hidden_N += layer.down(F.silu(gate).mul_(up))
-        return hidden_N[:count]
+            qkv_NE = layer.qkv(ops.normed(hidden_NE, added_NE, layer.attention_norm))
+            kv_R2KCD = cache.layer(index)
+            query_NHD = ops.rotated(qkv_NE[:count], layer.head_norms, kv_R2KCD, places)
+            seen_NE = self._seen(run, query_NHD, kv_R2KCD, places)
+            if filling:
+                seen_NE = F.pad(seen_NE, (0, 0, 0, filling))
+            gate_up_NI = layer.gate_up(ops.normed(hidden_NE, layer.output(seen_NE), layer.mlp_norm))
+            added_NE = layer.down(ops.gated(gate_up_NI))
+        return (hidden_NE if added_NE is None else hidden_NE.add_(added_NE))[:count]
 
     def logits(self, hidden_B: Tensor) -> Tensor:
         """Returns float32 logits [B, V], which the next call overwrites."""
@@ -153,20 +157,39 @@ class DenseModel:
             self._logits_BV = torch.zeros(len(hidden_B), self._logits_BV.shape[1])
         logits_BV = self._logits_BV[: len(hidden_B)]
         count = len(hidden_B)
-        normed = F.pad(self._normed(hidden_B, self._norm), (0, 0, 0, filled_up(count) - count))
+        normed = F.pad(self._ops.normed(hidden_B, None, self._norm), (0, 0, 0, filled_up(count) - count))
         for part, matrix in zip(logits_BV.split(HEAD_ROWS, -1), self._head, strict=True):
             part.copy_(matrix(normed)[:count])
         return logits_BV
 
-    def _normed(self, hidden_N: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden_N, weight.shape, weight, self._eps).to(self._dtype)
+    def _places(self, run: Pass) -> Places:
+        rows = [*range(run.decoding)]
+        for prompt in run.prompts:
+            rows += [prompt.row] * (prompt.length - prompt.known)
+        positions_N = torch.tensor(run.positions)
+        longest = max(run.positions[: run.decoding], default=0)
+        return Places(torch.tensor(rows), positions_N, *self._rotary(positions_N), run.decoding, longest)
+
+    def _seen(self, run: Pass, query_NHD: Tensor, kv_R2KCD: Tensor, places: Places) -> Tensor:
+        """Returns the outputs of all heads [N, H x D], of queries whose keys and values are in the cache."""
+        parts, start = [], run.decoding
+        if start:
+            parts.append(self._ops.attended(query_NHD[:start], kv_R2KCD, places))
+        for row, length, known, source in run.prompts:
+            kv_R2KCD[row, :, :, :known] = kv_R2KCD[source, :, :, :known]
+            query_HTD = query_NHD[start : start + length - known].transpose(0, 1)
+            key_KLD, value_KLD = kv_R2KCD[row, :, :, :length].unbind()
+            seen_HTD = seen_by_prompt(query_HTD, key_KLD, value_KLD, known, self._ops.heads.scale)
+            parts.append(seen_HTD.transpose(0, 1).flatten(1))
+            start += length - known
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         rotary = self._model.model.rotary_emb
         angles = positions_N[:, None].float() * rotary.inv_freq.float()
         cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         # (a, b) becomes (a cos - b sin, b cos + a sin): with the halves swapped, the sine of the first is negative.
-        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def filled_up(count: int) -> int:
@@ -193,66 +216,23 @@ class _Layer:
             self.head_norms = torch.cat(each).float()
 
 
-class _Attention:
-    """The attention of one pass, layer by layer."""
-
-    def __init__(self, run: Pass, positions_N: Tensor, cache: KvCache, scale: float, dtype: torch.dtype) -> None:
-        self._run, self._cache, self._scale = run, cache, scale
-        self._positions_B = positions_N[: run.decoding]
-        self._rows_B = torch.arange(run.decoding)
-        self._longest = max(run.positions[: run.decoding], default=0) + 1
-        unseen = torch.arange(self._longest) > self._positions_B[:, None]
-        self._mask_B11T = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)[:, None, None]
-
-    def __call__(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        """Returns the outputs of all heads [N, H x D], and writes keys and values into the cache."""
-        kv_R2KCD = self._cache.layer(layer)
-        keys_RKCD, values_RKCD = kv_R2KCD.unbind(1)
-        parts, decoding, start = [], self._run.decoding, self._run.decoding
-        if decoding:
-            newest_B2KD = torch.stack([key_NKD[:decoding], value_NKD[:decoding]], 1)
-            kv_R2KCD[self._rows_B, :, :, self._positions_B] = newest_B2KD
-            # Query heads that share keys are stacked as if they were queries of one head, so the keys are read once.
-            seen_BKGD = F.scaled_dot_product_attention(
-                query_NHD[:decoding].unflatten(1, (keys_RKCD.shape[1], -1)),
-                keys_RKCD[:decoding, :, : self._longest],
-                values_RKCD[:decoding, :, : self._longest],
-                attn_mask=self._mask_B11T,
-                scale=self._scale,
-            )
-            parts.append(seen_BKGD.flatten(1))
-        for row, length, known, source in self._run.prompts:
-            rows_of_prompt = slice(start, start + length - known)
-            query_HTD, key_KTD, value_KTD = (x[rows_of_prompt].transpose(0, 1) for x in (query_NHD, key_NKD, value_NKD))
-            kv_R2KCD[row, :, :, :known] = kv_R2KCD[source, :, :, :known]
-            keys_RKCD[row, :, known:length] = key_KTD
-            values_RKCD[row, :, known:length] = value_KTD
-            if known:
-                seen_HTD = self._continued(query_HTD, keys_RKCD[row], values_RKCD[row], known)
-            else:
-                seen_HTD = F.scaled_dot_product_attention(
-                    query_HTD[None], key_KTD[None], value_KTD[None], is_causal=True, scale=self._scale, enable_gqa=True
-                )[0]
-            parts.append(seen_HTD.transpose(0, 1).flatten(1))
-            start += length - known
-        if start < len(query_NHD):
-            parts.append(query_NHD.new_zeros(len(query_NHD) - start, query_NHD[0].numel()))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _continued(self, query_HTD: Tensor, keys_KCD: Tensor, values_KCD: Tensor, known: int) -> Tensor:
-        """Returns the outputs of the tokens from `known` on [H, T, D], in parts: the mask of all of a long prompt may
-        take a gigabyte, and half of it hides what was computed."""
-        outputs, end = [], known
-        for part_HTD in query_HTD.split(MASKED_QUERIES, 1):
-            count = part_HTD.shape[1]
-            end += count
-            seen_1HTD = F.scaled_dot_product_attention(
-                part_HTD[None], keys_KCD[None, :, :end], values_KCD[None, :, :end],
-                attn_mask=torch.ones(count, end, dtype=torch.bool).tril(end - count),
-                scale=self._scale, enable_gqa=True,
-            )  # fmt: skip
-            outputs.append(seen_1HTD[0])
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+def seen_by_prompt(query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, known: int, scale: float) -> Tensor:
+    """Returns the outputs of the tokens of a prompt from `known` on [H, T, D], in parts where some are known: the mask
+    of all of a long prompt may take a gigabyte, and half of it hides what was computed."""
+    if not known:
+        return F.scaled_dot_product_attention(
+            query_HTD[None], key_KLD[None], value_KLD[None], is_causal=True, scale=scale, enable_gqa=True
+        )[0]
+    outputs, end = [], known
+    for part_HTD in query_HTD.split(MASKED_QUERIES, 1):
+        count = part_HTD.shape[1]
+        end += count
+        seen_1HTD = F.scaled_dot_product_attention(
+            part_HTD[None], key_KLD[None, :, :end], value_KLD[None, :, :end],
+            attn_mask=torch.ones(count, end, dtype=torch.bool).tril(end - count), scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        outputs.append(seen_1HTD[0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 class _Matrix:
@@ -267,7 +247,7 @@ class _Matrix:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, self._bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(x_NI, self._weight, self._bias, "none", [], "")
         return F.linear(x_NI, self._weight, self._bias)
 
 
@@ -285,7 +265,27 @@ def _packs() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype to compute in: bfloat16 if the weights have it and the processor multiplies it, or float32."""
     fast = dtype == torch.bfloat16 and _packs() and multiplies_bfloat16(torch)
     return torch.bfloat16 if fast else torch.float32
+
+
+def _fitting_ops(model: Any, heads: Heads, eps: float, dtype: torch.dtype) -> Ops:
+    """Returns the loops for a model that is large enough, unless they cannot be had, which it says."""
+    if sum(p.numel() for p in model.parameters()) >= LOOPS_FROM:
+        try:
+            return _loop_ops(heads, eps, dtype)
+        except Exception as error:  # numba has many
+            log.warning(
+                "tokens are generated without compiled loops, which takes longer: %s: %s", type(error).__name__, error
+            )
+    return TorchOps(heads, eps, dtype)
+
+
+def _loop_ops(heads: Heads, eps: float, dtype: torch.dtype) -> Ops:
+    from slime.rollout.engines.embedded.dense import loop_ops, loops
+
+    if not loops.has_threads():
+        raise ImportError("torch's threads have no entry point that compiled loops can use on this system")
+    return loop_ops.LoopOps(heads, eps, dtype)
