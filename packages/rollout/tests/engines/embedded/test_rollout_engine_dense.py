@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,19 +266,37 @@ def test_memory_follows_what_rows_hold_and_not_their_longest() -> None:
     assert float(cache.layer(23)[0, 1].abs().sum()) == 0.0
 
 
-@pytest.mark.parametrize("planned", [1 << 30, 64 << 20], ids=["small", "planned for less"])
-def test_only_a_cache_that_is_small_for_what_is_planned_keeps_its_memory(planned: int) -> None:
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+@pytest.mark.parametrize(("planned", "flag"), [(1 << 30, "hg"), (64 << 20, "nh")], ids=["small", "planned for less"])
+def test_a_cache_that_is_small_for_what_is_planned_has_huge_pages(planned: int, flag: str) -> None:
     cache = KvCache(24, 8, 64, torch.bfloat16)
     cache.planned = planned
     before = resident()
     cache.reserve(8, 1024, [])  # 384 MiB
     for index in range(24):
         cache.layer(index)[:, :, :, :2] = 1.0
-    taken = resident() - before
-    assert taken < 64 << 20 or planned == 1 << 30
+    assert resident() - before < 64 << 20 or flag == "hg"
+    assert flag in flags_of_memory(cache.layer(0).data_ptr())
     for row in range(8):
         cache.release(row, 2)
     assert all(not cache.layer(index).any() for index in range(24))
+
+
+def flags_of_memory(address: int) -> list[str]:
+    """Returns what the system was told about the memory at an address, in the words of proc(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-", line):
+            first, last = (int(number, 16) for number in line.split()[0].split("-"))
+            inside = first <= address < last
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no memory at {address:x}")
+
+
+def test_a_batch_tells_its_cache_what_is_planned(qwen3: Any) -> None:
+    running = batch(qwen3, max_tokens=100)
+    assert running._cache.planned == 100 * running._cache.token_bytes
 
 
 def test_another_system_and_processor_generate_the_same(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,10 @@ def _compiled(body: Any, *variant: object) -> Any:
     try:
         return cfunc(types.void(types.voidptr), cache=True, **options)(body)
     except Exception as error:  # a damaged file, a full disk, no directory to write to
-        log.warning("compiled loops are not kept for the next start: %s: %s", type(error).__name__, error)
+        log.warning(
+            "every start compiles the loop %s anew, because its files %s*.nb? can be neither read nor written: %s: %s",
+            parts[0], body.__qualname__, type(error).__name__, error,
+        )  # fmt: skip
         return cfunc(types.void(types.voidptr), **options)(body)
 
 

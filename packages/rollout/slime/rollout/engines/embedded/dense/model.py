@@ -98,17 +98,12 @@ class DenseModel:
             and _is_plain(model)
         )
 
-    def __init__(self, model: Any, *, loops: bool | None = None) -> None:
-        """loops: compute with compiled loops; None: where that pays. Raises ImportError where they cannot be had."""
+    def __init__(self, model: Any) -> None:
         self._model = model
         config = model.config
         attention = model.model.layers[0].self_attn
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling)
-        about = heads, config.rms_norm_eps, compute_dtype(model.dtype)
-        if loops is None:
-            self._ops = _fitting_ops(model, *about)
-        else:
-            self._ops = _loop_ops(*about) if loops else TorchOps(*about)
+        self._ops = _fitting_ops(model, heads, config.rms_norm_eps, compute_dtype(model.dtype))
         self._logits_BV = torch.zeros(0, model.get_output_embeddings().weight.shape[0])
         self.packing = -1
         """The value of `writes` at the last `pack`."""
