@@ -18,7 +18,8 @@ case "$*" in
   "-m pip "*" uv") exit "${FETCH_CODE:-0}" ;;
   "-m pip "*) echo "pip $*" >> "$LOG"; exit "${PIP_CODE:-0}" ;;
   "-m uv "*) echo "uv [$UV_CONSTRAINT] $PWD $*" >> "$LOG"; exit "${UV_CODE:-0}" ;;
-  "-m slime"*) echo ran >> "$LOG" ;;
+  "-m slime.launcher.quickstart"*) echo ran >> "$LOG" ;;
+  "-m slime.rollout.engines.embedded.dense"*) echo compiled >> "$LOG"; exit "${LOOPS_CODE:-0}" ;;
 esac
 """
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quickstart"
@@ -58,11 +59,15 @@ def install(directory: Path, **codes: str) -> tuple[subprocess.CompletedProcess[
 
 def test_uv_installs_under_the_constraints_of_checkout_and_machine(tmp_path: Path) -> None:
     process, lines = install(tmp_path)
-    assert process.returncode == 0 and lines[-1] == "ran"
-    assert len(lines) == 4 and all(
-        line.startswith(f"uv [constraints.txt /caps.txt] {SCRIPT.parents[1]} ") for line in lines[:3]
-    )
+    assert process.returncode == 0 and lines[3:] == ["compiled", "ran"]
+    assert all(line.startswith(f"uv [constraints.txt /caps.txt] {SCRIPT.parents[1]} ") for line in lines[:3])
     assert (tmp_path / "venv" / ".stamp").exists()
+
+
+def test_loops_that_do_not_compile_do_not_end_the_script(tmp_path: Path) -> None:
+    process, lines = install(tmp_path, LOOPS_CODE="1")
+    assert process.returncode == 0 and lines[-1] == "ran"
+    assert "loops were not compiled" in process.stderr
 
 
 @pytest.mark.parametrize(
