@@ -68,7 +68,8 @@ def _adapters(name: str, ranks: Ranks, models: Path) -> tuple[Runner, Path]:
     ranks.together(lambda: None)
     settings = make_settings(str(base), lora_rank=4, bf16=True, fsdp_sharding="parameters")
     runner = Runner(settings, ranks)
-    # Loaded weights may still be views of the file.
+    # Loaded weights may still be views of the file. A rank may still have to open it.
+    ranks.together(lambda: None)
     replacement = base / "model.safetensors"
     if ranks.rank == 0:
         content = replacement.read_bytes()

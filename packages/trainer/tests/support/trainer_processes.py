@@ -39,7 +39,7 @@ def quick_cases(cases: dict[str, T], slow: set[str]) -> dict[str, T]:
 
 
 def run_ranks(script: str, world_size: int, directory: Path, *arguments: str, check: bool = False) -> list[str]:
-    """Runs `script RANK WORLD_SIZE DIR ARGUMENTS` in `world_size` processes, and returns what each wrote.
+    """Runs `script RANK WORLD_SIZE DIR ARGUMENTS` in `world_size` processes; returns what each wrote, and how it ended.
 
     script: a name in this directory, or a path. check: whether to fail where a rank ends with another code than 0.
     Otherwise a failure is for the caller to find in DIR: where one rank fails others fail by it.
@@ -50,8 +50,8 @@ def run_ranks(script: str, world_size: int, directory: Path, *arguments: str, ch
     print(json.dumps({"ranks": words, "directory": str(directory)}), file=server.stdin, flush=True)
     answer = server.stdout.readline()
     assert answer, "the process that forks ranks has ended"
-    outputs = [(directory / f"output-{rank}").read_text() for rank in range(world_size)]
     codes = json.loads(answer)
+    outputs = [f"{(directory / f'output-{rank}').read_text()}\nexit code {code}" for rank, code in enumerate(codes)]
     if check and any(codes):
         first = next(rank for rank, code in enumerate(codes) if code)
         raise AssertionError(f"ranks ended with {codes}, rank {first} after {outputs[first][-3000:]}")
@@ -160,13 +160,15 @@ def results_of(script: str, world_size: int, directory: Path, models: Path) -> d
     """By case what each rank returned, of a script that calls `run_cases`."""
     outputs = run_ranks(script, world_size, directory, str(models))
     failures = [path.read_text() for path in sorted(directory.glob("*.error"))]
-    assert not failures, failures[0][-3000:]
-    names = {path.stem.rpartition("-")[0] for path in directory.glob("*.json")}
-    assert names, outputs[0][-3000:]
-    return {
-        name: [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
-        for name in names
-    }
+    assert not failures, "\n".join(failure[-1500:] for failure in failures)
+    results: dict[str, dict[int, Any]] = {}
+    for path in directory.glob("*.json"):
+        name, _, rank = path.stem.rpartition("-")
+        results.setdefault(name, {})[int(rank)] = json.loads(path.read_text())
+    # A rank that a signal ended, or that met no other, has left no error of a case.
+    whole = results and all(len(ranks) == world_size for ranks in results.values())
+    assert whole, f"ranks wrote {results}\n" + "\n".join(output[-1000:] for output in outputs)
+    return {name: [ranks[rank] for rank in range(world_size)] for name, ranks in results.items()}
 
 
 if __name__ == "__main__":
