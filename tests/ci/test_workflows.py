@@ -94,6 +94,18 @@ def test_the_counter_of_tests_explains_itself(capsys: pytest.CaptureFixture[str]
     assert "DIRECTORY" in capsys.readouterr().out
 
 
+def test_the_counter_of_tests_gives_each_reason_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = '<testcase classname="c" name="passed"/><testcase classname="c" name="slow"><skipped/></testcase>'
+    for name, kind, reason in [("a", "error", "lost"), ("b", "failure", "wrong " * 1000), ("d", "error", "lost")]:
+        cases += f'<testcase classname="c" name="{name}"><{kind} message="{reason}"/></testcase>'
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert count_tests.main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["failed: c::a", "failed: c::d", "  lost"] and lines[3] == "failed: c::b"
+    assert lines[4].startswith("  wrong wrong") and " […] " in lines[4] and len(lines[4]) < 2100
+    assert lines[5:] == ["1 passed, 3 failed, 1 skipped"]
+
+
 def test_each_night_runs_random_examples_and_slow_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     nightly = workflow("nightly.yml")
     assert nightly[True]["schedule"]
