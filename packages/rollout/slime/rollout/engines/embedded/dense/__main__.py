@@ -9,8 +9,10 @@ import argparse
 
 import torch
 
-from slime.rollout.engines.embedded.dense.loops import compile_all, has_threads
+from slime.rollout.engines.embedded.dense.loop_ops import LoopOps
+from slime.rollout.engines.embedded.dense.loops import has_threads
 from slime.rollout.engines.embedded.dense.model import compute_dtype
+from slime.rollout.engines.embedded.dense.ops import Heads
 
 
 def main() -> None:
@@ -24,7 +26,7 @@ def main() -> None:
     if not has_threads():
         parser.exit(message="torch's threads cannot run compiled loops on this system: there is nothing to compile\n")
     for dtype in {torch.float32, compute_dtype(torch.bfloat16)}:
-        compile_all(dtype, options.size, options.group)
+        LoopOps(Heads(options.group, 1, options.size, 1.0), 0.0, dtype)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from slime.rollout.engines.embedded.dense.loops import compile_all
+from slime.rollout.engines.embedded.dense.matrices import Matrix
 from slime.rollout.engines.embedded.dense.ops import Heads, Ops, Places
+from slime.rollout.engines.embedded.dense.products import PanelMatrix, Products, multiplies_pairs
 
 
 class LoopOps(Ops):
@@ -16,9 +18,15 @@ class LoopOps(Ops):
         super().__init__(heads, eps, dtype)
         loops = compile_all(dtype, heads.size, heads.queries // heads.kv)
         self._norm, self._gate, self._rotate, self._attend = loops
+        self._products = Products() if dtype == torch.bfloat16 and multiplies_pairs() else None
         self._kept: dict[str, Tensor] = {}
         self._eps_1 = torch.tensor([eps], dtype=torch.float32)
         self._scale_1 = torch.tensor([heads.scale], dtype=torch.float32)
+
+    def _packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> Matrix:
+        if self._products is None or weight_OI.shape[1] % 2:
+            return super()._packed(weight_OI, bias_O)
+        return PanelMatrix(self._products, weight_OI, bias_O)
 
     def normed(self, hidden_NE: Tensor, added_NE: Tensor | None, weight_E: Tensor) -> Tensor:
         count, width = hidden_NE.shape

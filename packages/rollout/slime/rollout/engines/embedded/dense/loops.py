@@ -75,7 +75,7 @@ def compile_all(dtype: torch.dtype, size: int, group: int) -> tuple[Loop, Loop, 
     return Loop(_norm(dtype)), Loop(_gate(dtype)), Loop(_rotation(dtype)), Loop(_attention(dtype, size, group))
 
 
-def _compiled(body: Any, *variant: object) -> Any:
+def compiled(body: Any, *variant: object) -> Any:
     """Returns a body compiled, or as it was kept under its name, its variant, the processor and the code it calls."""
     options = {"fastmath": RELAXED, "error_model": "numpy"}
     # numba looks only at the file of the body, and two processes may mix up what they keep under one name.
@@ -124,7 +124,7 @@ def _norm(dtype: torch.dtype) -> Any:
             for i in range(width):
                 result[i] = narrowed(mine[i] * factor * weight[i], result[i])
 
-    return _compiled(body, dtype)
+    return compiled(body, dtype)
 
 
 @cache
@@ -151,7 +151,7 @@ def _gate(dtype: torch.dtype) -> Any:
                 sigmoid = (f32(1) if x >= f32(0) else small) / (f32(1) + small)
                 result[i] = narrowed(x * sigmoid * widened(up[i]), result[i])
 
-    return _compiled(body, dtype)
+    return compiled(body, dtype)
 
 
 @cache
@@ -206,7 +206,7 @@ def _rotation(dtype: torch.dtype) -> Any:
             for k in range(kv_heads):
                 cache_2KCD[1, k, positions[n]] = qkv[n, rotated + k]
 
-    return _compiled(body, dtype)
+    return compiled(body, dtype)
 
 
 @cache
@@ -303,4 +303,4 @@ def _attention(dtype: torch.dtype, size: int, group: int) -> Any:
                 for d in range(size):
                     result[d] = narrowed(sum_of_group[d], result[d])
 
-    return _compiled(body, dtype, size, group)
+    return compiled(body, dtype, size, group)

@@ -1,12 +1,13 @@
 """The forward pass of dense Llama, Qwen2 and Qwen3 models on a CPU.
 
 It computes the same as transformers in a fraction of the operations: query, key and value projections are one matrix,
-as are gate and up; matrices are packed into oneDNN's layout once for each version of the weights; keys and values are
-written in place; the tokens of all sequences form one row, without padding; what lies between matrices is one compiled
-loop each (`loop_ops`) where numba is installed and the model is large enough to be worth compiling for, and several
-operations of torch elsewhere. With float32 weights everything is float32; with bfloat16 weights the matrices and the
-attention are bfloat16, and the rest (residual, norms, rotary embedding) is float32. Passes are filled up to one of few
-numbers of tokens (`filled_up`), because oneDNN compiles its kernels for each number, and keeps them.
+as are gate and up; matrices are packed into oneDNN's layout, or that of `products`, once for each version of the
+weights; keys and values are written in place; the tokens of all sequences form one row, without padding; what lies
+between matrices is one compiled loop each (`loop_ops`) where numba is installed and the model is large enough to be
+worth compiling for, and several operations of torch elsewhere. With float32 weights everything is float32; with
+bfloat16 weights the matrices and the attention are bfloat16, and the rest (residual, norms, rotary embedding) is
+float32. Passes are filled up to one of few numbers of tokens (`filled_up`), because oneDNN compiles its kernels for
+each number, and keeps them.
 
 The packed matrices are a second copy of the weights, of at most 4 bytes per parameter. Weight updates, the scoring of
 prompts and checksums use the first copy. `slime train --dry-run` counts both.
@@ -17,7 +18,6 @@ N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value head
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slime.rollout.engines.embedded.dense.kv_cache import KvCache
+from slime.rollout.engines.embedded.dense.matrices import Matrix, has_packing
 from slime.rollout.engines.embedded.dense.ops import Heads, Ops, Places, TorchOps
 from slime.rollout.engines.embedded.options import PACKED_MODELS
 from slime.types.models.processor import multiplies_bfloat16
@@ -36,8 +37,6 @@ log = logging.getLogger(__name__)
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 ROPES = ("default", "linear", "llama3", "yarn")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
-# oneDNN packs weights for an expected number of tokens; any number computes correctly.
-PACKED_FOR = 64
 # Rows of the output matrix per product: the system allocates memory anew for each larger product.
 HEAD_ROWS = 8192
 # Numbers of tokens of a pass from one power of two to the next: a pass has at most a sixteenth more than it needs.
@@ -118,13 +117,13 @@ class DenseModel:
         if writes != self.packing:
             model = self._model
             # The old copy is freed first, because memory may not hold both.
-            self._layers, self._head = list[_Layer](), list[_Matrix]()
-            self._layers = [_Layer(layer, self._ops.dtype) for layer in model.model.layers]
+            self._layers, self._head = list[_Layer](), list[Matrix]()
+            self._layers = [_Layer(layer, self._ops) for layer in model.model.layers]
             self._norm = model.model.norm.weight.float()
             head = model.get_output_embeddings()
             biases = [None] * len(head.weight) if head.bias is None else head.bias.split(HEAD_ROWS)
             self._head = [
-                _Matrix([rows], [bias], self._ops.dtype)
+                self._ops.matrix([rows], [bias])
                 for rows, bias in zip(head.weight.split(HEAD_ROWS), biases, strict=False)
             ]
             self.packing = writes
@@ -154,7 +153,7 @@ class DenseModel:
         count = len(hidden_B)
         normed = F.pad(self._ops.normed(hidden_B, None, self._norm), (0, 0, 0, filled_up(count) - count))
         for part, matrix in zip(logits_BV.split(HEAD_ROWS, -1), self._head, strict=True):
-            part.copy_(matrix(normed)[:count])
+            matrix(normed, part)
         return logits_BV
 
     def _places(self, run: Pass) -> Places:
@@ -196,12 +195,12 @@ def filled_up(count: int) -> int:
 
 
 class _Layer:
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Any, ops: Ops) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _linear([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
-        self.output = _linear([attention.o_proj], dtype)
-        self.gate_up = _linear([mlp.gate_proj, mlp.up_proj], dtype)
-        self.down = _linear([mlp.down_proj], dtype)
+        self.qkv = _linear([attention.q_proj, attention.k_proj, attention.v_proj], ops)
+        self.output = _linear([attention.o_proj], ops)
+        self.gate_up = _linear([mlp.gate_proj, mlp.up_proj], ops)
+        self.down = _linear([mlp.down_proj], ops)
         self.attention_norm = layer.input_layernorm.weight.float()
         self.mlp_norm = layer.post_attention_layernorm.weight.float()
         self.head_norms: Tensor | None = None
@@ -230,24 +229,8 @@ def seen_by_prompt(query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, known:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
-class _Matrix:
-    """One matrix for several linear layers that read the same input."""
-
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> None:
-        weight = torch.cat([w.to(dtype) for w in weights]) if len(weights) > 1 else weights[0].to(dtype)
-        parts = [bias.to(dtype) for bias in biases if bias is not None]
-        self._bias = torch.cat(parts) if parts else None
-        self._packed = _packs()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if self._packed else weight
-
-    def __call__(self, x_NI: Tensor) -> Tensor:
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.default(x_NI, self._weight, self._bias, "none", [], "")
-        return F.linear(x_NI, self._weight, self._bias)
-
-
-def _linear(modules: Sequence[Any], dtype: torch.dtype) -> _Matrix:
-    return _Matrix([m.weight for m in modules], [m.bias for m in modules], dtype)
+def _linear(modules: Sequence[Any], ops: Ops) -> Matrix:
+    return ops.matrix([m.weight for m in modules], [m.bias for m in modules])
 
 
 def _is_plain(model: Any) -> bool:
@@ -256,13 +239,9 @@ def _is_plain(model: Any) -> bool:
     return all(type(m) is nn.Linear and m.weight.dtype in WEIGHTS for m in (*layers, model.get_output_embeddings()))
 
 
-def _packs() -> bool:
-    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype to compute in: bfloat16 if the weights have it and the processor multiplies it, or float32."""
-    fast = dtype == torch.bfloat16 and _packs() and multiplies_bfloat16(torch)
+    fast = dtype == torch.bfloat16 and has_packing() and multiplies_bfloat16(torch)
     return torch.bfloat16 if fast else torch.float32
 
 

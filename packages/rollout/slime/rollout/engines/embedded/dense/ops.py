@@ -1,4 +1,4 @@
-"""Computes what lies between the matrices of a dense model, by torch or by compiled loops.
+"""Computes the operations of a dense model: products, and what lies between them, by torch or by compiled loops.
 
 N: tokens of a pass, B: sequences that decode, H: query heads, K: key-value heads, C: tokens that a row of the cache
 holds, D: size of a head, E: size of the hidden states, I: size of the gate.
@@ -7,12 +7,15 @@ holds, D: size of a head, E: size of the hidden states, I: size of the gate.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from slime.rollout.engines.embedded.dense.matrices import Matrix, TorchMatrix
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class Ops(ABC):
         self.heads = heads
         self.eps = eps
         self.dtype = dtype
+
+    def matrix(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Matrix:
+        """Returns the matrix of one or several linear layers that read the same input; all or none have a bias."""
+        weight_OI = torch.cat([w.to(self.dtype) for w in weights]) if len(weights) > 1 else weights[0].to(self.dtype)
+        parts = [bias.to(self.dtype) for bias in biases if bias is not None]
+        return self._packed(weight_OI, torch.cat(parts) if parts else None)
+
+    def _packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> Matrix:
+        return TorchMatrix(weight_OI, bias_O)
 
     @abstractmethod
     def normed(self, hidden_NE: Tensor, added_NE: Tensor | None, weight_E: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.engines.embedded.dense import kv_cache
+from slime.rollout.engines.embedded.dense import kv_cache, matrices
 from slime.rollout.engines.embedded.dense import model as dense_module
 from slime.rollout.engines.embedded.dense.kv_cache import KvCache
 from slime.rollout.engines.embedded.dense.model import DenseModel, _Layer
@@ -357,13 +357,13 @@ def test_matrices_see_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     # oneDNN compiles its kernels for each number, and keeps them: hundreds of MiB in a process that meets all of them.
     dense = DenseModel(model("llama"))
     dense.pack(0)
-    seen, multiply = set[int](), dense_module._Matrix.__call__
+    seen, multiply = set[int](), matrices.TorchMatrix.__call__
 
-    def noting(matrix: Any, x_NI: torch.Tensor) -> torch.Tensor:
+    def noting(matrix: Any, x_NI: torch.Tensor, *out: torch.Tensor) -> torch.Tensor:
         seen.add(len(x_NI))
-        return multiply(matrix, x_NI)
+        return multiply(matrix, x_NI, *out)
 
-    monkeypatch.setattr(dense_module._Matrix, "__call__", noting)
+    monkeypatch.setattr(matrices.TorchMatrix, "__call__", noting)
     cache = dense.cache()
     cache.reserve(257, 4, [])
     for count in range(1, 257):
