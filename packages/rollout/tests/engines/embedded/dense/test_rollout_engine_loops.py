@@ -203,7 +203,7 @@ def test_loops_that_fail_to_compile_leave_it_to_torch(
         raise TypeError("no such type")
 
     monkeypatch.setattr(dense_module, "LOOPS_FROM", 1000)
-    monkeypatch.setattr(loop_ops, "compile_all", fail)
+    monkeypatch.setattr(loop_ops, "compile_loops", fail)
     assert type(DenseModel(tiny())._ops) is TorchOps
     assert "TypeError: no such type" in caplog.text
 

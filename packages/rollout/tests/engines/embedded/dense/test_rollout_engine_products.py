@@ -16,8 +16,7 @@ from slime.rollout.engines.embedded.dense.matrices import Matrix, TorchMatrix
 from slime.rollout.engines.embedded.dense.ops import Heads
 from slime.rollout.engines.embedded.dense.products import PanelMatrix, Products
 
-# Compiling the products for another processor would end this process.
-needs_pairs = pytest.mark.skipif(not products.multiplies_pairs(), reason="needs a processor with AVX512-BF16")
+needs_pairs = pytest.mark.skipif(not products.multiplies_pairs(), reason="needs AVX512-BF16, and no AMX")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8 * 1.01}
 
 
@@ -91,6 +90,7 @@ def test_numbers_that_are_none_show(where: tuple[int, int]) -> None:
 
 def test_panels_hold_pairs_of_all_weights_wherever_these_lie() -> None:
     weights = random(0, 1 + 50 * 6)
+    # The first begins in the middle of a pair of its memory.
     for weight_OI in (weights[1:].view(50, 6), weights[:-1].view(50, 6), random(1, 6, 50).T):
         panels = products.in_panels(weight_OI)
         assert panels.shape == (2, 3, 48) and panels.is_contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime.rollout.engines.embedded.dense.loops import compile_all
+from slime.rollout.engines.embedded.dense.loops import compile_loops
 from slime.rollout.engines.embedded.dense.matrices import Matrix
 from slime.rollout.engines.embedded.dense.ops import Heads, Ops, Places
 from slime.rollout.engines.embedded.dense.products import PanelMatrix, Products, multiplies_pairs
@@ -16,7 +16,7 @@ class LoopOps(Ops):
 
     def __init__(self, heads: Heads, eps: float, dtype: torch.dtype) -> None:
         super().__init__(heads, eps, dtype)
-        loops = compile_all(dtype, heads.size, heads.queries // heads.kv)
+        loops = compile_loops(dtype, heads.size, heads.queries // heads.kv)
         self._norm, self._gate, self._rotate, self._attend = loops
         self._products = Products() if dtype == torch.bfloat16 and multiplies_pairs() else None
         self._kept: dict[str, Tensor] = {}

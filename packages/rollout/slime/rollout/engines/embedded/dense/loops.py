@@ -69,7 +69,7 @@ class Loop:
         self._parallel(self._address, self._numbers, torch.get_num_threads(), 0)
 
 
-def compile_all(dtype: torch.dtype, size: int, group: int) -> tuple[Loop, Loop, Loop, Loop]:
+def compile_loops(dtype: torch.dtype, size: int, group: int) -> tuple[Loop, Loop, Loop, Loop]:
     """Returns loops of norms, gates, rotary embeddings and attention, for heads of a size and so many query heads for
     each key-value head. What is compiled is shared with others; the loops are the caller's own."""
     return Loop(_norm(dtype)), Loop(_gate(dtype)), Loop(_rotation(dtype)), Loop(_attention(dtype, size, group))

@@ -113,8 +113,8 @@ def multiply_tile(
         def function(name: str, result: Any, *arguments: Any) -> Any:
             return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
-        def load(address: Any, kind: Any, align: int) -> Any:
-            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+        def load(address: Any, kind: Any) -> Any:
+            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
         # LLVM takes its former signature, with pairs as int32, too.
         multiply_add = function("llvm.x86.avx512bf16.dpbf16ps.512", floats, floats, pairs_16, pairs_16)
@@ -128,11 +128,11 @@ def multiply_tile(
             rows.append(builder.add(start, builder.mul(index, stride)))
         with cgutils.for_range(builder, pairs, intp=INT64) as loop:
             place = builder.add(panel, builder.mul(loop.index, INT64(COLUMNS * 4)))
-            weights = [load(builder.add(place, INT64(v * LANES * 4)), pairs_16, 64) for v in range(VECTORS)]
+            weights = [load(builder.add(place, INT64(v * LANES * 4)), pairs_16) for v in range(VECTORS)]
             later = builder.add(ahead, builder.mul(loop.index, step))
             builder.call(fetch, [builder.inttoptr(later, byte), INT32(0), INT32(3), INT32(1)])
             for row in range(ROWS):
-                pair = load(builder.add(rows[row], builder.mul(loop.index, INT64(4))), INT32, 4)
+                pair = load(builder.add(rows[row], builder.mul(loop.index, INT64(4))), INT32)
                 pair = builder.insert_element(undefined, pair, INT32(0))
                 pair = builder.shuffle_vector(pair, undefined, first_lane)
                 for v in range(VECTORS):
